@@ -1,0 +1,4 @@
+//! Decoding schedules as pure state machines: no device, clock or I/O.
+
+pub mod plan;
+pub mod schedule;

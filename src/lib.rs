@@ -1,0 +1,8 @@
+//! Forecall: language models in a web page on WebGPU, decoded one call ahead.
+
+pub mod decode;
+pub mod error;
+pub mod model;
+pub mod weights;
+
+pub use error::{Error, Result};
