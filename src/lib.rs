@@ -1,7 +1,9 @@
 //! Forecall: language models in a web page on WebGPU, decoded one call ahead.
 
+pub mod cpu;
 pub mod decode;
 pub mod error;
+pub mod kernels;
 pub mod model;
 pub mod weights;
 
