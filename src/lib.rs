@@ -3,6 +3,7 @@
 pub mod cpu;
 pub mod decode;
 pub mod error;
+pub mod gpu;
 pub mod kernels;
 pub mod model;
 pub mod weights;

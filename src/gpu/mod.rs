@@ -1,0 +1,3 @@
+//! Runs a [`crate::model::program::Program`] on WebGPU; the only room that names wgpu.
+
+pub mod shader;
