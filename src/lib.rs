@@ -6,6 +6,7 @@ pub mod error;
 pub mod gpu;
 pub mod kernels;
 pub mod model;
+pub mod text;
 pub mod weights;
 
 pub use error::{Error, Result};
