@@ -1,0 +1,114 @@
+// What this browser's WebGPU can do, and the one thing wgpu does not ask it for.
+
+import { ForecallError } from './errors.js';
+import type { Backend } from './types.js';
+
+/** The GPU as a page may see it. */
+export interface DeviceInfo {
+  /** Whether a WebGPU adapter was given. */
+  webgpu: boolean;
+  /** Why not, and what may help. `null` where there is one. */
+  reason: string | null;
+  /** What the adapter says of itself; browsers keep some of it back. */
+  adapter: { vendor: string; architecture: string; device: string; description: string; fallback: boolean } | null;
+  /** 16-bit floats in shaders: half the memory for the cache. */
+  shaderF16: boolean;
+  subgroups: boolean;
+  subgroupMinSize: number | null;
+  subgroupMaxSize: number | null;
+  /** In bytes and threads. */
+  limits: {
+    maxBufferSize: number;
+    maxStorageBufferBindingSize: number;
+    maxStorageBuffersPerShaderStage: number;
+    maxComputeWorkgroupStorageSize: number;
+    maxComputeInvocationsPerWorkgroup: number;
+  } | null;
+  /** The device's main memory in GiB, rounded by the browser; `null` where it does not say. */
+  memoryGiB: number | null;
+}
+
+const NO_API = 'This browser has no WebGPU here. Use a recent Chrome, Edge, Safari or Firefox, over https or localhost.';
+const NO_ADAPTER =
+  'This browser has WebGPU, but found no GPU it may use. Check that hardware acceleration is on, that the graphics driver is up to date, and chrome://gpu or about:support for the reason.';
+
+async function requestAdapter(): Promise<{ adapter: GPUAdapter } | { reason: string }> {
+  const gpu = typeof navigator === 'undefined' ? undefined : (navigator as Navigator & { gpu?: GPU }).gpu;
+  if (!gpu) return { reason: NO_API };
+  try {
+    const adapter = await gpu.requestAdapter({ powerPreference: 'high-performance' });
+    return adapter ? { adapter } : { reason: NO_ADAPTER };
+  } catch (error) {
+    return { reason: `${NO_ADAPTER} The browser says: ${String(error)}` };
+  }
+}
+
+/** Describes the GPU. Never rejects; asks for no device and downloads nothing. */
+export async function describeDevice(): Promise<DeviceInfo> {
+  const memory = typeof navigator === 'undefined' ? undefined : (navigator as Navigator & { deviceMemory?: number }).deviceMemory;
+  const found = await requestAdapter();
+  if ('reason' in found) {
+    return {
+      webgpu: false, reason: found.reason, adapter: null, shaderF16: false, subgroups: false, subgroupMinSize: null, subgroupMaxSize: null, limits: null, memoryGiB: memory ?? null,
+    };
+  }
+  const { features, limits, info } = found.adapter;
+  return {
+    webgpu: true,
+    reason: null,
+    adapter: { vendor: info.vendor, architecture: info.architecture, device: info.device, description: info.description, fallback: isFallback(found.adapter) },
+    shaderF16: features.has('shader-f16'),
+    subgroups: features.has('subgroups'),
+    subgroupMinSize: info.subgroupMinSize ?? null,
+    subgroupMaxSize: info.subgroupMaxSize ?? null,
+    limits: {
+      maxBufferSize: limits.maxBufferSize,
+      maxStorageBufferBindingSize: limits.maxStorageBufferBindingSize,
+      maxStorageBuffersPerShaderStage: limits.maxStorageBuffersPerShaderStage,
+      maxComputeWorkgroupStorageSize: limits.maxComputeWorkgroupStorageSize,
+      maxComputeInvocationsPerWorkgroup: limits.maxComputeInvocationsPerWorkgroup,
+    },
+    memoryGiB: memory ?? null,
+  };
+}
+
+/** The flag moved from the adapter to its info; browsers have one or the other. */
+function isFallback(adapter: GPUAdapter): boolean {
+  return adapter.info.isFallbackAdapter ?? (adapter as { isFallbackAdapter?: boolean }).isFallbackAdapter ?? false;
+}
+
+/** Where the worker is to run, and why. */
+export interface BackendChoice {
+  backend: 'webgpu' | 'cpu';
+  reason: string;
+  /** Whether devices made from now on have subgroups. */
+  subgroups: boolean;
+}
+
+/**
+ * Chooses where to run. With WebGPU, every device made afterwards in this worker has subgroups where its adapter does:
+ * wgpu does not know the feature on the web and would never ask for it. `onLost` hears of a device that goes away by itself.
+ */
+export async function chooseBackend(wanted: Backend, onLost: (message: string) => void): Promise<BackendChoice> {
+  if (wanted === 'cpu') return { backend: 'cpu', reason: 'asked for', subgroups: false };
+  const found = await requestAdapter();
+  if ('reason' in found) throw new ForecallError('Unsupported', found.reason);
+  const { adapter } = found;
+  const prototype = Object.getPrototypeOf(adapter) as GPUAdapter;
+  const original = prototype.requestDevice;
+  prototype.requestDevice = async function (this: GPUAdapter, descriptor: GPUDeviceDescriptor = {}) {
+    const features = new Set(descriptor.requiredFeatures ?? []);
+    if (this.features.has('subgroups')) features.add('subgroups');
+    const device = await original.call(this, { ...descriptor, requiredFeatures: [...features] });
+    void device.lost.then(({ reason, message }) => {
+      if (reason !== 'destroyed') onLost(message);
+    });
+    return device;
+  };
+  const { vendor, architecture } = adapter.info;
+  return {
+    backend: 'webgpu',
+    reason: `${wanted === 'webgpu' ? 'asked for; ' : ''}adapter: ${[vendor, architecture].filter(Boolean).join(' ') || 'unnamed'}`,
+    subgroups: adapter.features.has('subgroups'),
+  };
+}

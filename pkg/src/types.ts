@@ -1,0 +1,156 @@
+// What callers give and get: plain data only, shared by page and worker.
+
+/** `auto` takes WebGPU where there is an adapter. */
+export type Backend = 'auto' | 'webgpu' | 'cpu';
+
+/** `auto` takes f32 for f32 checkpoints, else f16 storage where the adapter has `shader-f16`. Sums are f32 always. */
+export type Precision = 'auto' | 'f16' | 'f32';
+
+/**
+ * How tokens are decoded. The greedy text is the same under every schedule; they differ in model calls per token.
+ *
+ * - `autoregressive`: one token a call
+ * - `two-call`: one call drafts, the next verifies
+ * - `two-call-seeded`: the same, and the draft call also yields the next exact token
+ * - `packed`: every call verifies the last draft and makes the next
+ */
+export type Schedule = 'autoregressive' | 'two-call' | 'two-call-seeded' | 'packed';
+
+/** Where loading is. */
+export interface LoadProgress {
+  /**
+   * `start`: worker and wasm module; `download`: bytes of the checkpoint, going to the device as they come;
+   * `compile`: shaders and a first check of the device; `ready`: done.
+   */
+  phase: 'start' | 'download' | 'compile' | 'ready';
+  /** File being read, relative to the checkpoint's folder. */
+  file?: string | undefined;
+  /** Bytes received so far, of all files. */
+  loadedBytes: number;
+  /** Bytes of all files known so far; grows while files are discovered. */
+  totalBytes: number;
+}
+
+/** Options of `load`. Unknown names are refused. */
+export interface LoadOptions {
+  /** Folder URL of the draft adapter, or `none`. Left out: looked for beside the weights (`linear_spec_lora/`, `draft_adapter/`). */
+  adapter?: string | URL | undefined;
+  /** Called often while loading. */
+  onProgress?: ((progress: LoadProgress) => void) | undefined;
+  /** Stops loading; nothing is left behind. */
+  signal?: AbortSignal | undefined;
+  /** Default `auto`. */
+  precision?: Precision | undefined;
+  /** Positions of the KV cache, allocated once. Default: the smaller of the model's own and 4096. */
+  contextLength?: number | undefined;
+  /** Default `auto`. */
+  backend?: Backend | undefined;
+  /** HTTP headers for the checkpoint's files (`Authorization`, say). */
+  headers?: Record<string, string> | undefined;
+  /** Address of this package's `dist/worker.js`, where a bundler does not find it by itself. */
+  workerUrl?: string | URL | undefined;
+  /** Address of this package's `wasm/forecall_bg.wasm`, where a bundler does not find it by itself. */
+  wasmUrl?: string | URL | undefined;
+}
+
+/** One message of a chat. Roles are those of the checkpoint's chat template. */
+export interface Message {
+  role: string;
+  content: string;
+}
+
+/** A text to continue, a chat to answer (through the checkpoint's template), or token ids taken as they are. */
+export type Prompt = string | readonly Message[] | { tokens: readonly number[] };
+
+/** Options of `generate`. Unknown names are refused. */
+export interface GenerateOptions {
+  /** Most tokens to emit. Default 256. */
+  maxTokens?: number | undefined;
+  /** Default: `packed` where the model has a drafter, else `autoregressive`. */
+  schedule?: Schedule | undefined;
+  /** Most draft tokens verified in one call. */
+  verifyWidth?: number | undefined;
+  /** Masks in a draft block. */
+  draftWidth?: number | undefined;
+  /** Treat end-of-text ids as ordinary tokens. */
+  ignoreEos?: boolean | undefined;
+  /** Stops within the calls already submitted. */
+  signal?: AbortSignal | undefined;
+}
+
+/** A stretch of text that came from one source. */
+export interface Piece {
+  text: string;
+  /** Whether its last token was drafted and then accepted, as opposed to chosen by the verifying row itself. */
+  accepted: boolean;
+}
+
+/** What one model call brought. Joining `text` of all parts gives the whole text; no part ends inside a character. */
+export interface Part {
+  /** New text; may be empty while a character is incomplete. */
+  text: string;
+  /** `text` cut by where it came from. */
+  pieces: Piece[];
+  /** Ids of the tokens committed by this call. */
+  tokens: number[];
+  /** Draft tokens this call verified. */
+  drafted: number;
+  /** How many of them were accepted. */
+  accepted: number;
+  /** Decode calls so far. */
+  calls: number;
+}
+
+/** What a finished generation was. */
+export interface GenerateResult {
+  /** The whole text, without the end id. `null` if the checkpoint has no tokenizer. */
+  text: string | null;
+  /** All new ids, with the end id that stopped it. */
+  tokens: number[];
+  /** `stop`: an end id; `length`: `maxTokens`; `context`: the cache is full; `aborted`: the reader stopped. */
+  finishReason: 'stop' | 'length' | 'context' | 'aborted';
+  /** Decode calls: forward passes after the prompt. */
+  calls: number;
+  /** Rows of these calls, padding not counted. */
+  rows: number;
+  /** Tokens emitted by decode calls, per decode call. */
+  tokensPerCall: number;
+  /** Draft tokens verified. */
+  drafted: number;
+  /** Draft tokens accepted. */
+  accepted: number;
+  /** The prompt's calls and rows. */
+  prefill: { calls: number; rows: number };
+  /** Milliseconds. `firstToken` counts from the call of `generate`. */
+  timings: { prefill: number; decode: number; firstToken: number; total: number };
+}
+
+/** What a loaded model is. */
+export interface ModelInfo {
+  /** `model_type` of config.json. */
+  modelType: string;
+  /** Weights as stored, for people: "4-bit, groups of 32". */
+  quantization: string;
+  /** Length of the KV cache in positions. */
+  contextLength: number;
+  /** Size of the vocabulary. */
+  vocabSize: number;
+  /** Arithmetic in use. */
+  precision: 'f16' | 'f32';
+  /** Where it runs. */
+  backend: 'webgpu' | 'cpu';
+  /** Why it runs there. */
+  backendReason: string;
+  /** Whether subgroup kernels are in use. */
+  subgroups: boolean;
+  /** Whether the model can draft, and with what. */
+  drafter: string | null;
+  /** Schedule taken when none is named. */
+  defaultSchedule: Schedule;
+  /** Bytes on the device, by use. */
+  memory: { weights: number; cache: number; other: number };
+  /** Whether a row's result was the same bits alone and in a wide call; `null` if not tested. */
+  rowInvariant: boolean | null;
+  /** Milliseconds of each phase of loading. */
+  timings: { start: number; download: number; compile: number };
+}
