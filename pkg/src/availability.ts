@@ -30,7 +30,7 @@ export interface Availability {
 const TEXT_FILES = ['config.json', 'generation_config.json', 'tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja'];
 const WEIGHTS = 'model.safetensors';
 const INDEX = 'model.safetensors.index.json';
-const ADAPTER_FILES = ['adapter_config.json', 'adapter_model.safetensors'];
+const ADAPTER_FILES = ['adapter_config.json', 'adapter_model.safetensors'] as const;
 const ADAPTER_FOLDERS = ['linear_spec_lora/', 'draft_adapter/'];
 
 /**
@@ -60,9 +60,10 @@ export async function availability(source?: string | URL, options: AvailabilityO
 
     if (options.adapter === undefined) {
       for (const folder of ADAPTER_FOLDERS) {
-        const files = await sizes(new URL(folder, base).href, folder, ADAPTER_FILES);
-        present(files);
-        if (files[0]?.bytes !== undefined) break;
+        const [config] = await sizes(base, '', [`${folder}${ADAPTER_FILES[0]}`]);
+        if (config?.bytes === undefined) continue;
+        present([config, ...(await sizes(base, '', [`${folder}${ADAPTER_FILES[1]}`]))]);
+        break;
       }
     } else if (options.adapter !== 'none') present(await sizes(folderUrl('the adapter', options.adapter), 'adapter/', ADAPTER_FILES));
 

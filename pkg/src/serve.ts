@@ -38,11 +38,16 @@ export function serve(scope: WorkerScope, start: (wasmUrl: string | null) => Pro
     const clock = stopwatch();
     const progress: LoadProgress = { phase: 'start', loadedBytes: 0, totalBytes: 0 };
     const tell = (change: Partial<LoadProgress>): void => post({ type: 'progress', progress: Object.assign(progress, change) });
+    const webPages: string[] = [];
     const source = (base: string, prefix = ''): ByteSource =>
       httpSource(base, {
         headers: request.headers,
         onSize: (file, bytes) => tell({ file: prefix + file, totalBytes: progress.totalBytes + bytes }),
-        onBytes: (file, bytes) => tell({ file: prefix + file, loadedBytes: progress.loadedBytes + bytes }),
+        // A block may come twice; what is told never exceeds the whole.
+        onBytes: (file, bytes) => tell({ file: prefix + file, loadedBytes: Math.min(progress.totalBytes, progress.loadedBytes + bytes) }),
+        onMissing: (file, { status }) => {
+          if (status === 200 || status === 206) webPages.push(prefix + file);
+        },
       });
     tell({});
 
@@ -63,6 +68,10 @@ export function serve(scope: WorkerScope, start: (wasmUrl: string | null) => Pro
         downloadMs = clock();
         tell({ phase, file: undefined });
       });
+    } catch (thrown) {
+      const error = explain(thrown);
+      if (webPages.length > 0) error.message += ` (For ${webPages.join(', ')} the server answered with a web page, which counts as no such file.)`;
+      throw error;
     } finally {
       checkpoint.close();
       adapter?.close();
@@ -134,12 +143,7 @@ async function findAdapter(request: LoadRequest, checkpoint: ByteSource, source:
   if (request.adapter === 'none') return null;
   if (request.adapter !== null) return source(request.adapter, 'adapter/');
   for (const folder of ADAPTER_FOLDERS) {
-    try {
-      await checkpoint.size(`${folder}adapter_config.json`);
-      return source(new URL(folder, request.source).href, folder);
-    } catch (error) {
-      if (!(error instanceof ForecallError && error.missing)) throw error;
-    }
+    if ((await checkpoint.size(`${folder}adapter_config.json`)) !== null) return source(new URL(folder, request.source).href, folder);
   }
   return null;
 }
