@@ -1,0 +1,112 @@
+// The npm package as its users meet it: on a server, in a type checker, in a tarball.
+
+import assert from 'node:assert/strict';
+import { execFileSync, spawnSync } from 'node:child_process';
+import fs from 'node:fs';
+import path from 'node:path';
+import { gzipSync } from 'node:zlib';
+import { record, ROOT, test } from './harness.mjs';
+
+const PKG = path.join(ROOT, 'pkg');
+const manifest = JSON.parse(fs.readFileSync(path.join(PKG, 'package.json'), 'utf8'));
+
+/** A folder under target/ in which `forecall` resolves as if installed. */
+function consumer(name) {
+  const folder = path.join(ROOT, 'target', 'consumers', name);
+  fs.rmSync(folder, { recursive: true, force: true });
+  fs.mkdirSync(path.join(folder, 'node_modules'), { recursive: true });
+  fs.symlinkSync(PKG, path.join(folder, 'node_modules', 'forecall'), 'dir');
+  return folder;
+}
+
+test('package: imports on a server, where nothing of a browser is', () => {
+  const folder = consumer('server');
+  fs.writeFileSync(
+    path.join(folder, 'main.mjs'),
+    `for (const name of ['navigator', 'window', 'self', 'document', 'Worker', 'location']) {
+       Object.defineProperty(globalThis, name, { configurable: true, get() { throw new Error(name + ' was touched'); } });
+     }
+     const { load, ForecallError } = await import('forecall');
+     for (const name of ['navigator', 'document', 'Worker', 'location']) delete globalThis[name];
+     try { await load('http://127.0.0.1:9/model/'); console.log('loaded'); }
+     catch (error) { console.log(JSON.stringify([error instanceof ForecallError, error.code])); }`,
+  );
+  const { stdout, stderr, status } = spawnSync(process.execPath, ['main.mjs'], { cwd: folder, encoding: 'utf8' });
+  assert.equal(status, 0, stderr);
+  assert.deepEqual(JSON.parse(stdout), [true, 'Unsupported']);
+});
+
+const PROGRAM = `
+import { availability, ForecallError, load, type ErrorCode, type Generation, type GenerateResult, type LoadProgress, type Model, type Part } from 'forecall';
+
+export async function main(signal: AbortSignal): Promise<string | null> {
+  const { device, bytes }: Awaited<ReturnType<typeof availability>> = await availability('https://example.org/model/');
+  if (!device.webgpu || bytes === null) return device.reason;
+  const onProgress = ({ phase, loadedBytes }: LoadProgress): void => void [phase satisfies string, loadedBytes satisfies number];
+  await using model: Model = await load(new URL('https://example.org/model/'), { onProgress, signal, backend: 'webgpu', contextLength: 2048, adapter: 'none' });
+  const generation: Generation = model.generate([{ role: 'user', content: 'Hello' }], { schedule: 'packed', maxTokens: 8, signal });
+  for await (const part of generation) {
+    const { text, tokens }: Part = part;
+    void [text satisfies string, tokens satisfies number[]];
+  }
+  const stream: ReadableStream<Part> = model.generate({ tokens: [1, 2, 3] });
+  await stream.cancel();
+  try {
+    const result: GenerateResult = await model.generate('text').result;
+    return result.text;
+  } catch (error) {
+    const code: ErrorCode | undefined = error instanceof ForecallError ? error.code : undefined;
+    return code ?? null;
+  }
+}
+
+// @ts-expect-error: an option that is not there
+export const wrongOption = load('x', { temperature: 1 });
+// @ts-expect-error: a schedule that is not there
+export const wrongSchedule = (model: Model) => model.generate('x', { schedule: 'fastest' });
+`;
+
+for (const [name, options] of Object.entries({
+  bundler: { module: 'esnext', moduleResolution: 'bundler' },
+  node16: { module: 'node16', moduleResolution: 'node16' },
+})) {
+  test(`package: types compile under moduleResolution ${name}, libraries checked too`, () => {
+    const folder = consumer(`types-${name}`);
+    fs.writeFileSync(path.join(folder, 'package.json'), '{ "type": "module" }');
+    fs.writeFileSync(path.join(folder, 'main.ts'), PROGRAM);
+    const compilerOptions = { ...options, target: 'es2022', lib: ['es2022', 'dom'], strict: true, skipLibCheck: false, noEmit: true, types: [] };
+    fs.writeFileSync(path.join(folder, 'tsconfig.json'), JSON.stringify({ compilerOptions, files: ['main.ts'] }));
+    const tsc = (...extra) => spawnSync(path.join(ROOT, 'node_modules', '.bin', 'tsc'), ['-p', folder, ...extra], { encoding: 'utf8' });
+    const good = tsc();
+    assert.equal(good.status, 0, good.stdout);
+    fs.appendFileSync(path.join(folder, 'main.ts'), '\nexport const wrong: number = load;\n');
+    assert.match(tsc().stdout, /TS2322/, 'the checker does not see these types');
+  });
+}
+
+test('package: the tarball holds what exports name, no sources, no scripts, no dependencies', () => {
+  const [{ files }] = JSON.parse(execFileSync('npm', ['pack', '--dry-run', '--json', '--ignore-scripts'], { cwd: PKG, encoding: 'utf8' }));
+  const names = files.map((file) => file.path);
+  const targets = Object.values(manifest.exports).flatMap((entry) => (typeof entry === 'string' ? [entry] : Object.values(entry)));
+  for (const target of targets) assert.ok(names.includes(target.replace('./', '')), `${target} is not in the tarball`);
+  for (const needed of ['README.md', 'LICENSE', 'wasm/forecall.js', 'dist/worker.js']) assert.ok(names.includes(needed), `${needed} is not in the tarball`);
+  const strange = names.filter((name) => !/^(dist\/.*\.(js|d\.ts)|wasm\/forecall[\w.]*\.(js|wasm|d\.ts)|README\.md|LICENSE|package\.json)$/.test(name));
+  assert.deepEqual(strange, []);
+  assert.equal(Object.keys(manifest.exports['.'])[0], 'types');
+  assert.deepEqual([manifest.scripts, manifest.dependencies, manifest.type], [undefined, undefined, 'module']);
+});
+
+test('package: sizes stay small, and no address of a third party is in the code', () => {
+  const sources = fs.readdirSync(path.join(PKG, 'dist')).filter((name) => name.endsWith('.js')).map((name) => path.join(PKG, 'dist', name));
+  const glue = path.join(PKG, 'wasm', 'forecall.js');
+  const text = [...sources, glue].map((file) => fs.readFileSync(file, 'utf8')).join('\n');
+  const sizes = {
+    js: { raw: text.length, gzip: gzipSync(text, { level: 9 }).length },
+    wasm: { raw: fs.statSync(path.join(PKG, 'wasm', 'forecall_bg.wasm')).size, gzip: gzipSync(fs.readFileSync(path.join(PKG, 'wasm', 'forecall_bg.wasm')), { level: 9 }).length },
+  };
+  record('package-sizes.json', sizes);
+  assert.ok(sizes.js.gzip < 40_000, `the JavaScript has ${sizes.js.gzip} bytes gzipped`);
+  assert.ok(sizes.wasm.gzip < 1_500_000, `the wasm has ${sizes.wasm.gzip} bytes gzipped`);
+  const addresses = text.match(/https?:\/\/[\w.-]+/g) ?? [];
+  assert.deepEqual(addresses.filter((address) => !/(developer\.mozilla|rustwasm)/.test(address)), []);
+});

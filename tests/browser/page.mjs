@@ -1,0 +1,230 @@
+// The demo page as people use it: by mouse, by keyboard, on a phone, with a screen reader. The engine is the double, so
+// that what is tested is the page; `demo-model.mjs` runs the page on the real one.
+
+import assert from 'node:assert/strict';
+import { readFileSync } from 'node:fs';
+import { createRequire } from 'node:module';
+import { DEMO, newPage, shoot, site, test } from './harness.mjs';
+
+const AXE = readFileSync(createRequire(import.meta.url).resolve('axe-core/axe.min.js'), 'utf8');
+const DESKTOP = { viewport: { width: 1200, height: 900 } };
+const PHONE = { viewport: { width: 360, height: 740 }, hasTouch: true, isMobile: true, deviceScaleFactor: 2 };
+
+/** The page with the double as its worker; records every request. `query` is the page's own. */
+async function openPage(options = {}, { browser = 'stock', query = '' } = {}) {
+  const page = await newPage(browser, { ...DESKTOP, ...options });
+  page.asked = [];
+  page.on('request', (request) => page.asked.push({ method: request.method(), url: request.url() }));
+  await page.route('**/pkg/dist/worker.js', (route) => route.fulfill({ contentType: 'text/javascript', body: "import '/tests/browser/double/worker.js';" }));
+  await page.goto(`${await site()}${query}`);
+  return page;
+}
+
+const ready = (page) => page.waitForSelector('#load:not(:disabled)');
+async function loadModel(page) {
+  await ready(page);
+  await page.click('#load');
+  await page.waitForSelector('#generate:not(:disabled)');
+}
+const statOf = (page, panel, label) => page.locator('.panel').nth(panel).locator('.stats div', { hasText: label }).locator('dd').textContent();
+
+/** Fails on anything that axe objects to, and on anything wider than the screen. */
+async function expectAccessible(page, where) {
+  await page.evaluate(AXE);
+  const { violations } = await page.evaluate(() => globalThis.axe.run(document, { resultTypes: ['violations'] }));
+  assert.deepEqual(violations.map(({ id, nodes }) => `${where}: ${id}: ${nodes.map((node) => `${node.html} ${node.failureSummary}`).join(' | ')}`), []);
+  const { scroll, width } = await page.evaluate(() => ({ scroll: document.documentElement.scrollWidth, width: document.documentElement.clientWidth }));
+  assert.ok(scroll <= width, `${where}: the page is ${scroll} pixels wide on a screen of ${width}`);
+}
+
+test('page: nothing of the model is downloaded before a click, and nobody else is asked', async () => {
+  const page = await openPage();
+  await ready(page);
+  const origin = new URL(await site()).origin;
+  assert.deepEqual(page.asked.filter(({ url }) => new URL(url).origin !== origin), []);
+  const early = page.asked.filter(({ url }) => url.includes('/models/') || url.includes('.wasm'));
+  assert.ok(early.length > 0 && early.every(({ method }) => method === 'HEAD'), JSON.stringify(early));
+  assert.match(await page.textContent('#model-size'), /\d+ MB to download from this server/);
+  assert.match(await page.textContent('#device-verdict'), /WebGPU works/);
+  for (const fact of ['Adapter', '16-bit floats', 'Subgroups', 'Largest binding', 'Main memory']) assert.match(await page.textContent('#device-facts'), new RegExp(fact));
+  await loadModel(page);
+  assert.deepEqual(page.asked.filter(({ url }) => new URL(url).origin !== origin), []);
+  assert.ok(page.asked.some(({ method, url }) => method === 'GET' && url.endsWith(`${DEMO}model.safetensors`)));
+  assert.deepEqual(page.errors, []);
+});
+
+for (const [name, options] of Object.entries({ desktop: DESKTOP, 'desktop-dark': { ...DESKTOP, colorScheme: 'dark' }, phone: PHONE, 'phone-dark': { ...PHONE, colorScheme: 'dark' } })) {
+  test(`page: ${name}: load, stream, compare; accessible at every step`, async () => {
+    const page = await openPage(options);
+    await ready(page);
+    await shoot(page, `${name}-1-before`);
+    await expectAccessible(page, 'before');
+
+    // Slow enough to be seen.
+    await page.route('**/model.safetensors', async (route) => {
+      await new Promise((resolve) => setTimeout(resolve, 300));
+      await route.continue();
+    });
+    await page.click('#load');
+    await page.waitForFunction(() => /left/.test(document.getElementById('progress-rate').textContent), null, { polling: 30 });
+    assert.match(await page.textContent('#progress-amount'), /^[\d.]+ [kM]?B of 1\d\d MB$/);
+    await shoot(page, `${name}-2-loading`);
+    await expectAccessible(page, 'loading');
+    await page.waitForSelector('#generate:not(:disabled)');
+
+    await page.selectOption('#compare', 'autoregressive');
+    await page.click('#generate');
+    await page.waitForFunction(() => document.querySelectorAll('.panel .text')[1]?.textContent.length > 20);
+    assert.equal(await page.textContent('#generate'), 'Stop');
+    await shoot(page, `${name}-3-streaming`);
+    await page.waitForSelector('#verdict:not([hidden])');
+    await shoot(page, `${name}-4-compared`);
+    await expectAccessible(page, 'compared');
+
+    assert.match(await page.textContent('#verdict'), /Texts identical: yes/);
+    const [first, second] = await page.locator('.panel .text').allTextContents();
+    assert.equal(first, second);
+    assert.match(first, /🐋/);
+    assert.ok(Number(await statOf(page, 0, 'Tokens / call')) > 1.5);
+    assert.equal(await statOf(page, 1, 'Tokens / call'), '1.00');
+    assert.match(await statOf(page, 0, 'Guesses right'), /^\d+ %$/);
+    assert.ok(Number(await statOf(page, 0, 'Model calls')) < Number(await statOf(page, 1, 'Model calls')));
+    assert.ok((await page.locator('.panel').nth(0).locator('mark').count()) > 5);
+    assert.equal(await page.locator('.panel').nth(1).locator('mark').count(), 0);
+    assert.deepEqual(page.errors, []);
+  });
+}
+
+test('page: by keyboard alone, and told to screen readers', async () => {
+  const page = await openPage();
+  await ready(page);
+  await page.evaluate(() => {
+    globalThis.said = [];
+    new MutationObserver(() => said.push(document.getElementById('status').textContent)).observe(document.getElementById('status'), { childList: true, characterData: true, subtree: true });
+  });
+  const focused = () => page.evaluate(() => document.activeElement.id || document.activeElement.className || document.activeElement.tagName);
+  await page.keyboard.press('Tab');
+  assert.equal(await focused(), 'skip');
+  await page.keyboard.press('Tab');
+  assert.equal(await focused(), 'load');
+  await page.keyboard.press('Enter');
+  await page.waitForSelector('#generate:not(:disabled)');
+  assert.equal(await focused(), 'prompt', 'after loading, the prompt has the focus');
+  await page.keyboard.press('Control+A');
+  await page.keyboard.type('tell me');
+  const order = [];
+  for (let i = 0; i < 8; i++) {
+    await page.keyboard.press('Tab');
+    order.push(await focused());
+  }
+  assert.deepEqual(order, ['chip', 'chip', 'chip', 'chip', 'schedule', 'compare', 'max-tokens', 'generate']);
+  await page.keyboard.press('Enter');
+  await page.waitForFunction(() => document.querySelector('.panel .text')?.textContent.length > 20);
+  await page.keyboard.press('Escape');
+  await page.waitForFunction(() => document.getElementById('generate').textContent === 'Generate');
+  assert.equal(await focused(), 'generate', 'stopping keeps the focus');
+  assert.match(await page.textContent('.panel h3'), /stopped/);
+  const stopped = await page.textContent('.panel .text');
+  await page.focus('#prompt');
+  await page.keyboard.press('Control+Enter');
+  await page.waitForFunction(() => /finished|limit/.test(document.querySelector('.panel h3')?.textContent ?? ''));
+  assert.ok((await page.textContent('.panel .text')).startsWith(stopped));
+  const said = await page.evaluate(() => globalThis.said);
+  for (const about of [/Loading/, /ready/, /Generating/, /Stopped/, /Done: \d+ tokens/]) assert.ok(said.some((text) => about.test(text)), `never said ${about}: ${said.join(' / ')}`);
+  assert.ok(said.length < 20, 'screen readers are told too much');
+  const live = await page.locator('[aria-live], [role=status], [role=alert], [role=log]').evaluateAll((all) => all.map((element) => element.id));
+  assert.ok(!live.some((id) => id.startsWith('panel')), 'the stream itself must not be read aloud token by token');
+});
+
+test('page: loading can be cancelled and begun again; unloading frees', async () => {
+  const page = await openPage();
+  await ready(page);
+  let slow = true;
+  await page.route('**/model.safetensors', async (route) => {
+    if (slow) await new Promise((resolve) => setTimeout(resolve, 1000));
+    await route.continue().catch(() => {});
+  });
+  await page.click('#load');
+  await page.click('#load-cancel');
+  await page.waitForSelector('#load');
+  assert.equal(await page.isVisible('#load-error'), false, 'cancelling is no error');
+  slow = false;
+  await loadModel(page);
+  await page.click('#unload');
+  await page.waitForSelector('#load');
+  assert.equal(await page.isDisabled('#generate'), true);
+  await loadModel(page);
+});
+
+test('page: diagnostics tell device, model and runs, and not the prompt', async () => {
+  const page = await openPage({ permissions: ['clipboard-read', 'clipboard-write'] });
+  await loadModel(page);
+  await page.fill('#prompt', 'a secret thought');
+  await page.click('#generate');
+  await page.waitForFunction(() => document.getElementById('generate').textContent === 'Generate');
+  await page.click('#diagnostics summary');
+  await page.click('#copy');
+  await page.waitForFunction(() => document.getElementById('copied').textContent !== '');
+  const text = await page.evaluate(() => navigator.clipboard.readText());
+  const { browser, device, loaded, runs, errors } = JSON.parse(text);
+  assert.match(browser, /Chrome/);
+  assert.equal(device.webgpu, true);
+  assert.equal(loaded.modelType, 'llama');
+  assert.equal(runs.length, 1);
+  assert.ok(runs[0].calls > 0 && runs[0].timings.total > 0);
+  assert.deepEqual(errors, []);
+  assert.ok(!/secret|lighthouse/.test(text), 'the prompt or the answer is in the diagnostics');
+  await shoot(page, 'desktop-5-diagnostics');
+  await expectAccessible(page, 'diagnostics');
+});
+
+test('page: no GPU is said honestly, before anything is downloaded', async () => {
+  for (const [name, options] of Object.entries({ desktop: DESKTOP, phone: PHONE })) {
+    const page = await openPage(options, { browser: 'flagless' });
+    await page.waitForSelector('#device-help:not([hidden])');
+    assert.match(await page.textContent('#device-help'), /found no GPU.*hardware acceleration/);
+    await page.waitForFunction(() => document.getElementById('model-size').textContent !== 'Asking for its size…');
+    assert.equal(await page.isDisabled('#load'), true);
+    await shoot(page, `${name}-6-no-gpu`);
+    await expectAccessible(page, 'no GPU');
+  }
+});
+
+test('page: a model that is not there, a panic, a lost device, a refused prompt', async () => {
+  const page = await openPage({}, { query: '?model=/nowhere/' });
+  await page.waitForSelector('#load-error:not([hidden])');
+  assert.match(await page.textContent('#load-error'), /no config\.json/);
+  assert.equal(await page.isDisabled('#load'), true);
+  await shoot(page, 'desktop-7-no-model');
+  await expectAccessible(page, 'no model');
+
+  const broken = await openPage();
+  await loadModel(broken);
+  for (const [prompt, about, usable] of [
+    ['overlong prompt', /9001 tokens/, true],
+    ['panic please', /panicked/, false],
+    ['lose the device', /device was lost/, false],
+  ]) {
+    await broken.fill('#prompt', prompt);
+    await broken.click('#generate');
+    await broken.waitForSelector('#generate-error:not([hidden])');
+    await broken.waitForFunction(() => document.getElementById('generate').textContent === 'Generate');
+    assert.match(await broken.textContent('#generate-error'), about);
+    assert.equal(await broken.isEnabled('#generate'), usable, prompt);
+    if (prompt === 'panic please') {
+      await shoot(broken, 'desktop-8-panic');
+      await expectAccessible(broken, 'panic');
+    }
+    if (!usable) await loadModel(broken);
+  }
+});
+
+test('page: a model from another server is not asked for before the click', async () => {
+  const page = await openPage({}, { query: '?model=http://127.0.0.1:9/some-model' });
+  await ready(page);
+  assert.match(await page.textContent('#model-size'), /From 127\.0\.0\.1:9\. Nothing is asked for/);
+  assert.ok(page.asked.every(({ url }) => !url.startsWith('http://127.0.0.1:9/')));
+  await page.click('#load');
+  await page.waitForSelector('#load-error:not([hidden])');
+  assert.match(await page.textContent('#load-error'), /cannot be reached/);
+});
