@@ -5,7 +5,7 @@
 import { buildPackage, guard, options, run, setUp, SetupError } from './setup.mjs';
 
 const STAGES = [
-  ['server', 'node', ['--test', 'tests/tools/']],
+  ['server', 'node', ['--test', '--test-reporter=spec', 'tests/tools/']],
   ['browsers: both have WebGPU, each the adapter it should', 'node', ['tools/lavapipe-chromium/probe.mjs']],
   ['crate: schedules, kernels, model, loading, command line', 'cargo', ['test', '--release']],
   ['build tool and demo model', 'cargo', ['test', '--release', '--package', 'xtask']],
