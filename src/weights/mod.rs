@@ -1,6 +1,12 @@
 //! Weights: file formats in, packed matrices out. Pure: asks for bytes and is fed bytes.
 
+pub mod index;
+pub mod pack;
 pub mod packed;
+pub mod plan;
+pub mod quantization;
+pub mod safetensors_header;
+pub mod source;
 
 use crate::error::Result;
 use crate::model::program::{MatrixId, VectorId};

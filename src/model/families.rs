@@ -1,0 +1,147 @@
+//! What a `model_type` implies that its config need not say: one table entry per family.
+
+use super::arch::{Anchor, DraftRules, VerifyRows};
+use super::names::{self, NameTable};
+
+/// Where a projection's bias comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Bias {
+    /// The family has none, whatever the config says.
+    Never,
+    /// The family always has one.
+    Always,
+    /// A boolean field of the config, false if absent.
+    Config,
+}
+
+/// How a family's layers get their sliding windows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Windows {
+    /// None.
+    Never,
+    /// `sliding_window` in every layer (Mistral); the value where the field is absent (null means none).
+    Every(Option<usize>),
+    /// `layer_types`, else layers from `max_window_layers` on; only with `use_sliding_window` (Qwen).
+    Upper,
+    /// `layer_types`, else layers without RoPE; only with `use_sliding_window` (SmolLM3).
+    WithoutRope,
+}
+
+/// Defaults and rules of a family. Sizes are those a config leaves out because they are its class's defaults.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Family {
+    /// `model_type`.
+    pub model_type: &'static str,
+    /// q_proj, k_proj, v_proj.
+    pub qkv_bias: Bias,
+    /// o_proj.
+    pub output_bias: Bias,
+    /// gate_proj, up_proj, down_proj.
+    pub mlp_bias: Bias,
+    /// RMSNorm over each head of q and k.
+    pub qk_norm: bool,
+    /// Sliding windows.
+    pub windows: Windows,
+    /// Whether `no_rope_layers` applies.
+    pub no_rope_layers: bool,
+    /// `tie_word_embeddings` where absent.
+    pub tied: bool,
+    /// `num_key_value_heads` where absent; `None` is one per attention head.
+    pub key_value_heads: Option<usize>,
+    /// `head_dim` where absent; `None` is D / Hq.
+    pub head_dim: Option<usize>,
+    /// `rope_theta` where absent.
+    pub rope_theta: u32,
+    /// How its checkpoints draft by themselves.
+    pub draft: Option<DraftRules>,
+    /// Spellings of its tensors.
+    pub names: &'static NameTable,
+}
+
+const LLAMA: Family = Family {
+    model_type: "llama",
+    qkv_bias: Bias::Config,
+    output_bias: Bias::Config,
+    mlp_bias: Bias::Config,
+    qk_norm: false,
+    windows: Windows::Never,
+    no_rope_layers: false,
+    tied: false,
+    key_value_heads: None,
+    head_dim: None,
+    rope_theta: 10_000,
+    draft: None,
+    names: &names::LLAMA,
+};
+
+const MISTRAL: Family = Family {
+    model_type: "mistral",
+    qkv_bias: Bias::Never,
+    output_bias: Bias::Never,
+    mlp_bias: Bias::Never,
+    windows: Windows::Every(Some(4096)),
+    key_value_heads: Some(8),
+    ..LLAMA
+};
+
+const QWEN3: Family =
+    Family { model_type: "qwen3", mlp_bias: Bias::Never, qk_norm: true, windows: Windows::Upper, head_dim: Some(128), ..LLAMA };
+
+/// Every family, by `model_type`.
+pub const FAMILIES: [Family; 8] = [
+    LLAMA,
+    MISTRAL,
+    Family {
+        model_type: "qwen2",
+        qkv_bias: Bias::Always,
+        output_bias: Bias::Never,
+        mlp_bias: Bias::Never,
+        windows: Windows::Upper,
+        ..LLAMA
+    },
+    QWEN3,
+    Family {
+        model_type: "smollm3",
+        windows: Windows::WithoutRope,
+        no_rope_layers: true,
+        tied: true,
+        key_value_heads: Some(4),
+        rope_theta: 2_000_000,
+        ..LLAMA
+    },
+    Family { model_type: "ministral3", windows: Windows::Every(None), head_dim: Some(128), ..MISTRAL },
+    Family {
+        model_type: "nemotron_labs_diffusion",
+        windows: Windows::Every(None),
+        key_value_heads: Some(8),
+        head_dim: Some(128),
+        draft: Some(DraftRules {
+            logit_shift: 0,
+            anchor: Anchor::InBlock,
+            verify: VerifyRows::Clean,
+            bidirectional: true,
+            adapter: true,
+        }),
+        names: &names::NEMOTRON,
+        ..LLAMA
+    },
+    Family {
+        model_type: "setdlm",
+        tied: true,
+        draft: Some(DraftRules {
+            logit_shift: 0,
+            anchor: Anchor::Shared,
+            verify: VerifyRows::Mask,
+            bidirectional: false,
+            adapter: false,
+        }),
+        names: &names::SETDLM,
+        ..QWEN3
+    },
+];
+
+/// The family of a `model_type`.
+#[must_use]
+pub fn family(model_type: &str) -> Option<&'static Family> {
+    FAMILIES.iter().find(|f| f.model_type == model_type)
+}
