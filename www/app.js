@@ -49,7 +49,7 @@ function showError(box, error, title) {
   if (error) {
     const [head, body] = [document.createElement('strong'), document.createElement('span')];
     head.textContent = title;
-    body.textContent = error.message;
+    body.textContent = error.message.charAt(0).toUpperCase() + error.message.slice(1);
     box.append(head, body);
     record.errors.push({ code: error.code ?? error.name, message: error.message });
     showDiagnostics();
@@ -116,7 +116,7 @@ function showSize() {
   showFacts($('file-facts'), [
     ['Weights', bytes(sum(weights))],
     ['Draft adapter', sum(adapter) ? bytes(sum(adapter)) : 'none found'],
-    ['Tokenizer and the like', bytes(sum((file) => !weights(file) && !adapter(file)))],
+    ['Tokenizer, config', bytes(sum((file) => !weights(file) && !adapter(file)))],
   ]);
   size.textContent = found.bytes === null ? `Its size is not told by ${from}. Nothing is downloaded yet.` : `${bytes(found.bytes)} to download from ${from}. Nothing is downloaded yet.`;
 }
@@ -235,7 +235,7 @@ function explainSchedule() {
 
 function setReady(ready) {
   $('generate').disabled = !ready;
-  $('prompt-hint').textContent = ready ? 'Ctrl + Enter starts, Escape stops.' : 'Load the model first.';
+  $('prompt-hint').textContent = ready ? '' : 'Load the model first.';
 }
 
 async function unload() {
@@ -297,7 +297,7 @@ async function generate() {
   show($('verdict'), false);
   show($('answers'), true);
   $('panels').replaceChildren();
-  const panels = schedules.map((schedule) => new Panel($('panels'), nameOf(schedule)));
+  const panels = schedules.map((schedule) => new Panel($('panels'), nameOf(schedule), maxTokens));
   show($('legend'), schedules.some((schedule) => schedule !== 'autoregressive'));
   announce('Generating');
   try {

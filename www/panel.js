@@ -13,9 +13,35 @@ const STATS = [
 
 const STATES = { stop: 'finished', length: 'token limit reached', context: 'context full', aborted: 'stopped' };
 
+const SVG = 'http://www.w3.org/2000/svg';
+/** Height of the strip, in tokens. Rarer, taller bars stand out of it. */
+const STRIP_HEIGHT = 7;
+
+/** One bar per model call, as high as the tokens it yielded: equal texts have equal areas, and fewer calls are narrower. */
+class Strip {
+  constructor(maxTokens) {
+    this.root = document.createElementNS(SVG, 'svg');
+    this.root.setAttribute('class', 'strip');
+    this.root.setAttribute('viewBox', `0 0 ${maxTokens} ${STRIP_HEIGHT}`);
+    this.root.setAttribute('preserveAspectRatio', 'none');
+    this.root.setAttribute('aria-hidden', 'true'); // the counts say the same
+  }
+
+  add(call, tokens, accepted) {
+    const bar = (from, height, name) => {
+      if (height <= 0) return;
+      const rect = document.createElementNS(SVG, 'rect');
+      for (const [key, value] of Object.entries({ x: call - 1, width: 0.8, y: STRIP_HEIGHT - from - height, height, class: name })) rect.setAttribute(key, value);
+      this.root.append(rect);
+    };
+    bar(0, tokens - accepted, 'chosen');
+    bar(tokens - accepted, accepted, 'guessed');
+  }
+}
+
 /** A panel in the page. Counts of calls are those after the prompt, so the token that the prompt's own pass emits is left out of their ratio. */
 export class Panel {
-  constructor(parent, title) {
+  constructor(parent, title, maxTokens) {
     this.root = document.createElement('article');
     this.root.className = 'panel';
     const heading = document.createElement('h3');
@@ -40,7 +66,8 @@ export class Panel {
 
     this.text = document.createElement('div');
     this.text.className = 'text';
-    this.root.append(heading, stats, this.text);
+    this.strip = new Strip(maxTokens);
+    this.root.append(heading, stats, this.strip.root, this.text);
     this.root.setAttribute('aria-label', `Answer: ${title}`);
     parent.append(this.root);
     this.setState('waiting');
@@ -64,6 +91,7 @@ export class Panel {
     }
     counts.tokens += part.tokens.length;
     if (part.calls > 0) counts.decoded += part.tokens.length;
+    if (part.calls > counts.calls) this.strip.add(part.calls, part.tokens.length, Math.min(part.accepted, part.tokens.length));
     counts.calls = part.calls;
     counts.drafted += part.drafted;
     counts.accepted += part.accepted;
