@@ -10,7 +10,8 @@ const DEMO_NAME = 'SmolLM2-135M-Instruct';
 const SCHEDULES = {
   packed: ['Packed', 'every call checks the last guess and makes the next'],
   'two-call': ['Two-call', 'one call guesses, the next checks'],
-  'two-call-seeded': ['Two-call, seeded', 'one call guesses and finds one sure token, the next checks'],
+  'two-call-seed': ['Two-call, seeded', 'one call guesses and finds one sure token, the next checks'],
+  anchored: ['Anchored', 'as packed, with guesses for two outcomes of the check'],
   autoregressive: ['Autoregressive', 'one token a call, nothing is guessed'],
 };
 const nameOf = (schedule) => SCHEDULES[schedule]?.[0] ?? schedule;
@@ -153,7 +154,7 @@ function progressView() {
   const rate = speedometer();
   let announced = 0;
   let last = 0;
-  return ({ phase, loadedBytes, totalBytes }) => {
+  return ({ phase, loadedBytes, totalBytes, pipelines }) => {
     const now = performance.now();
     const total = Math.max(totalBytes, found.bytes ?? 0);
     const done = phase === 'download' && loadedBytes >= total;
@@ -171,8 +172,9 @@ function progressView() {
         announce(`Downloading: ${Math.round(100 * announced)} percent`);
       }
     } else {
-      bar.removeAttribute('value');
-      $('progress-amount').textContent = phase === 'compile' ? bytes(loadedBytes) : '';
+      if (pipelines?.total) bar.value = pipelines.done / pipelines.total;
+      else bar.removeAttribute('value');
+      $('progress-amount').textContent = pipelines?.total ? `${pipelines.done} of ${pipelines.total} shaders` : '';
       $('progress-rate').textContent = '';
     }
   };
@@ -206,13 +208,14 @@ async function startLoading() {
 
 function showLoaded(ms) {
   const { info } = model;
-  const memory = info.memory.weights + info.memory.cache + info.memory.other;
+  const memory = info.memory.weights + info.memory.cache;
+  const [[formats]] = Object.entries(info.matrixFormats).sort(([, a], [, b]) => b - a);
   $('model-size').textContent = `Ready in ${duration(ms)}.`;
   showFacts($('model-facts'), [
-    ['Runs on', info.backend === 'webgpu' ? 'WebGPU' : 'CPU'],
-    ['Weights', info.quantization],
-    ['Arithmetic', info.precision === 'f16' ? '16-bit storage, 32-bit sums' : '32-bit'],
-    ['Guesses with', info.drafter ?? 'nothing: one token a call'],
+    ['Runs on', `${info.backend === 'webgpu' ? 'WebGPU' : 'the CPU'}${info.subgroups ? ', with subgroups' : ''}`],
+    ['Weights', formats],
+    ['Arithmetic', info.shaderF16 ? '16-bit storage, 32-bit sums' : '32-bit'],
+    ['Guesses with', info.drafter ? (info.drafter.adapter ? 'a draft adapter' : 'the model itself') : 'nothing: one token a call'],
     ['Context', `${info.contextLength} tokens`],
     ['Memory on it', bytes(memory)],
   ]);

@@ -23,6 +23,7 @@ export interface GenerateRequest {
   schedule: Schedule | null;
   verifyWidth: number | null;
   draftWidth: number | null;
+  anchors: number | null;
   ignoreEos: boolean;
 }
 

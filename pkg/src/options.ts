@@ -5,10 +5,10 @@ import type { GenerateRequest, LoadRequest } from './messages.js';
 import type { GenerateOptions, LoadOptions, Message, Prompt } from './types.js';
 
 const LOAD_OPTIONS: ReadonlySet<string> = new Set<keyof LoadOptions>(['adapter', 'onProgress', 'signal', 'precision', 'contextLength', 'backend', 'headers', 'workerUrl', 'wasmUrl']);
-const GENERATE_OPTIONS: ReadonlySet<string> = new Set<keyof GenerateOptions>(['maxTokens', 'schedule', 'verifyWidth', 'draftWidth', 'ignoreEos', 'signal']);
+const GENERATE_OPTIONS: ReadonlySet<string> = new Set<keyof GenerateOptions>(['maxTokens', 'schedule', 'verifyWidth', 'draftWidth', 'anchors', 'ignoreEos', 'signal']);
 const BACKENDS = ['auto', 'webgpu', 'cpu'] as const;
 const PRECISIONS = ['auto', 'f16', 'f32'] as const;
-const SCHEDULES = ['autoregressive', 'two-call', 'two-call-seeded', 'packed'] as const;
+const SCHEDULES = ['autoregressive', 'two-call', 'two-call-seed', 'packed', 'anchored', 'quadratic', 'quadratic-shared'] as const;
 const DEFAULT_MAX_TOKENS = 256;
 
 function invalid(option: string, message: string): ForecallError {
@@ -106,7 +106,7 @@ function promptOf(prompt: Prompt): GenerateRequest['prompt'] {
 /** Checks the arguments of `generate`. */
 export function generateRequest(prompt: Prompt, options: GenerateOptions): { request: GenerateRequest; signal: AbortSignal | undefined } {
   refuseUnknown(options, GENERATE_OPTIONS, 'generate');
-  const { maxTokens, schedule, verifyWidth, draftWidth, ignoreEos } = options;
+  const { maxTokens, schedule, verifyWidth, draftWidth, anchors, ignoreEos } = options;
   if (ignoreEos !== undefined && typeof ignoreEos !== 'boolean') throw invalid('ignoreEos', `\`ignoreEos\` must be true or false, got ${show(ignoreEos)}.`);
   return {
     request: {
@@ -115,6 +115,7 @@ export function generateRequest(prompt: Prompt, options: GenerateOptions): { req
       schedule: schedule === undefined ? null : oneOf('schedule', schedule, SCHEDULES),
       verifyWidth: verifyWidth === undefined ? null : count('verifyWidth', verifyWidth),
       draftWidth: draftWidth === undefined ? null : count('draftWidth', draftWidth),
+      anchors: anchors === undefined ? null : count('anchors', anchors),
       ignoreEos: ignoreEos ?? false,
     },
     signal: signalOf(options.signal),

@@ -2,7 +2,7 @@
 
 import { httpSource, type ByteSource } from './bytes.js';
 import { chooseBackend } from './device.js';
-import type { Engine, EngineModel } from './engine.js';
+import { generateResult, modelInfo, Tally, type Engine, type EngineEvent, type EngineInfo, type EngineModel, type EngineOptions, type EnginePart, type EngineResult } from './engine.js';
 import { ForecallError, toErrorData } from './errors.js';
 import type { Command, Event, GenerateRequest, LoadRequest } from './messages.js';
 import type { LoadProgress, ModelInfo } from './types.js';
@@ -15,12 +15,10 @@ export interface WorkerScope {
   addEventListener(type: 'unhandledrejection', listener: (event: { reason: unknown }) => void): void;
 }
 
-/** Where an adapter is looked for beside the weights. */
-const ADAPTER_FOLDERS = ['linear_spec_lora/', 'draft_adapter/'];
-
 /** Answers commands with the engine that `start` brings up. */
 export function serve(scope: WorkerScope, start: (wasmUrl: string | null) => Promise<Engine>): void {
   let model: EngineModel | null = null;
+  let info: ModelInfo | null = null;
   let lost: string | null = null;
   /** Id of the running generation, and whether it is to stop. */
   let running: { id: number; aborted: boolean; ended: Promise<void> } | null = null;
@@ -39,8 +37,9 @@ export function serve(scope: WorkerScope, start: (wasmUrl: string | null) => Pro
     const progress: LoadProgress = { phase: 'start', loadedBytes: 0, totalBytes: 0 };
     const tell = (change: Partial<LoadProgress>): void => post({ type: 'progress', progress: Object.assign(progress, change) });
     const webPages: string[] = [];
-    const source = (base: string, prefix = ''): ByteSource =>
-      httpSource(base, {
+    let fetchError: ForecallError | null = null;
+    const source = (base: string, prefix = ''): ByteSource => {
+      const files = httpSource(base, {
         headers: request.headers,
         onSize: (file, bytes) => tell({ file: prefix + file, totalBytes: progress.totalBytes + bytes }),
         // A block may come twice; what is told never exceeds the whole.
@@ -49,6 +48,13 @@ export function serve(scope: WorkerScope, start: (wasmUrl: string | null) => Pro
           if (status === 200 || status === 206) webPages.push(prefix + file);
         },
       });
+      // Errors pass through the engine as text; the original, with its fields, is kept.
+      const keep = (error: unknown): never => {
+        if (error instanceof ForecallError) fetchError ??= error;
+        throw error;
+      };
+      return { size: (file) => files.size(file).catch(keep), read: (file, start, end) => files.read(file, start, end).catch(keep), close: () => files.close() };
+    };
     tell({});
 
     const choice = await chooseBackend(request.backend, (message) => {
@@ -60,44 +66,61 @@ export function serve(scope: WorkerScope, start: (wasmUrl: string | null) => Pro
 
     tell({ phase: 'download' });
     const checkpoint = source(request.source);
-    const adapter = await findAdapter(request, checkpoint, source);
+    const adapter = request.adapter === null || request.adapter === 'none' ? undefined : source(request.adapter, 'adapter/');
+    const options: EngineOptions = {
+      precision: request.precision,
+      contextLength: request.contextLength,
+      backend: choice.backend,
+      webSubgroups: choice.subgroups,
+      adapter: adapter ? 'source' : request.adapter === 'none' ? 'none' : 'auto',
+    };
     let downloadMs = 0;
     try {
-      const { backend, subgroups } = choice;
-      model = await engine.load({ precision: request.precision, contextLength: request.contextLength, backend, subgroups }, checkpoint, adapter, (phase) => {
-        downloadMs = clock();
-        tell({ phase, file: undefined });
+      model = await engine.load(JSON.stringify(options), checkpoint, adapter, (eventJson) => {
+        const { phase, done, total } = JSON.parse(eventJson) as EngineEvent;
+        if (phase !== 'compile') return;
+        if (progress.phase !== 'compile') downloadMs = clock();
+        tell({ phase, file: undefined, pipelines: { done, total } });
       });
     } catch (thrown) {
       const error = explain(thrown);
+      if (error.code === 'Fetch' && fetchError) throw fetchError;
       if (webPages.length > 0) error.message += ` (For ${webPages.join(', ')} the server answered with a web page, which counts as no such file.)`;
       throw error;
     } finally {
       checkpoint.close();
       adapter?.close();
     }
-    const info: ModelInfo = { ...model.info(), backendReason: choice.reason, timings: { start: startMs, download: downloadMs, compile: clock() } };
-    tell({ phase: 'ready', file: undefined });
+    if (progress.phase !== 'compile') downloadMs = clock();
+    info = modelInfo(JSON.parse(model.info()) as EngineInfo, choice.reason, { start: startMs, download: downloadMs, compile: clock() });
+    tell({ phase: 'ready', file: undefined, pipelines: undefined });
     post({ type: 'loaded', info });
   };
 
   const generate = async (id: number, request: GenerateRequest): Promise<void> => {
-    if (!model) throw new ForecallError('Internal', 'a generation was asked for before the model was loaded.');
+    if (!model || !info) throw new ForecallError('Internal', 'a generation was asked for before the model was loaded.');
     if (lost !== null) throw new ForecallError('DeviceLost', '');
+    const tally = new Tally();
     const run = { id, aborted: false, ended: Promise.resolve() };
-    const work = model.generate(request, (part) => post({ type: 'part', id, part }), () => run.aborted);
+    const work = model.generate(JSON.stringify(request), (partJson) => {
+      post({ type: 'part', id, part: tally.part(JSON.parse(partJson) as EnginePart) });
+      return !run.aborted;
+    });
     run.ended = work.then(
       () => {},
       () => {},
     );
     running = run;
+    let result: EngineResult;
     try {
-      const result = await work;
-      running = null; // before the page hears of it, and may ask again
-      post({ type: 'done', id, result: { ...result, timings: { ...result.timings, firstToken: 0, total: 0 } } });
+      result = JSON.parse(await work) as EngineResult;
+    } catch (thrown) {
+      if (lost !== null || !run.aborted || toErrorData(thrown).code !== 'Aborted') throw thrown;
+      result = tally.aborted(request, info);
     } finally {
-      running = null;
+      running = null; // before the page hears of it, and may ask again
     }
+    post({ type: 'done', id, result: generateResult(result) });
   };
 
   const dispose = async (): Promise<void> => {
@@ -136,14 +159,4 @@ function stopwatch(): () => number {
     last = now;
     return passed;
   };
-}
-
-/** The adapter named, or the one beside the weights, or none. */
-async function findAdapter(request: LoadRequest, checkpoint: ByteSource, source: (base: string, prefix?: string) => ByteSource): Promise<ByteSource | null> {
-  if (request.adapter === 'none') return null;
-  if (request.adapter !== null) return source(request.adapter, 'adapter/');
-  for (const folder of ADAPTER_FOLDERS) {
-    if ((await checkpoint.size(`${folder}adapter_config.json`)) !== null) return source(new URL(folder, request.source).href, folder);
-  }
-  return null;
 }

@@ -11,10 +11,12 @@ export type Precision = 'auto' | 'f16' | 'f32';
  *
  * - `autoregressive`: one token a call
  * - `two-call`: one call drafts, the next verifies
- * - `two-call-seeded`: the same, and the draft call also yields the next exact token
+ * - `two-call-seed`: the same, and the draft call also yields the next exact token
  * - `packed`: every call verifies the last draft and makes the next
+ * - `anchored`: the same with several drafts a call, for several outcomes of the verification
+ * - `quadratic`, `quadratic-shared`: the same with a draft for every outcome
  */
-export type Schedule = 'autoregressive' | 'two-call' | 'two-call-seeded' | 'packed';
+export type Schedule = 'autoregressive' | 'two-call' | 'two-call-seed' | 'packed' | 'anchored' | 'quadratic' | 'quadratic-shared';
 
 /** Where loading is. */
 export interface LoadProgress {
@@ -29,6 +31,8 @@ export interface LoadProgress {
   loadedBytes: number;
   /** Bytes of all files known so far; grows while files are discovered. */
   totalBytes: number;
+  /** While compiling: shader pipelines done, and in all. */
+  pipelines?: { done: number; total: number } | undefined;
 }
 
 /** Options of `load`. Unknown names are refused. */
@@ -72,6 +76,8 @@ export interface GenerateOptions {
   verifyWidth?: number | undefined;
   /** Masks in a draft block. */
   draftWidth?: number | undefined;
+  /** Drafts per call of the `anchored` schedule. */
+  anchors?: number | undefined;
   /** Treat end-of-text ids as ordinary tokens. */
   ignoreEos?: boolean | undefined;
   /** Stops within the calls already submitted. */
@@ -81,7 +87,7 @@ export interface GenerateOptions {
 /** A stretch of text that came from one source. */
 export interface Piece {
   text: string;
-  /** Whether its last token was drafted and then accepted, as opposed to chosen by the verifying row itself. */
+  /** Whether it was drafted and then accepted, as opposed to chosen by the verifying row itself. */
   accepted: boolean;
 }
 
@@ -97,7 +103,9 @@ export interface Part {
   drafted: number;
   /** How many of them were accepted. */
   accepted: number;
-  /** Decode calls so far. */
+  /** Rows of the call, padding not counted. */
+  rows: number;
+  /** Decode calls so far: 0 while the prompt is read. */
   calls: number;
 }
 
@@ -121,36 +129,47 @@ export interface GenerateResult {
   accepted: number;
   /** The prompt's calls and rows. */
   prefill: { calls: number; rows: number };
-  /** Milliseconds. `firstToken` counts from the call of `generate`. */
-  timings: { prefill: number; decode: number; firstToken: number; total: number };
+  /** Tokens of the prompt. */
+  promptTokens: number;
+  /** The schedule that ran. */
+  schedule: Schedule;
+  /**
+   * Milliseconds. `firstToken` and `total` are the page's clock, from the call of `generate`; the rest is the worker's:
+   * encoding the prompt, prefill calls, decode calls.
+   */
+  timings: { tokenize: number; prefill: number; decode: number; firstToken: number; total: number };
 }
 
 /** What a loaded model is. */
 export interface ModelInfo {
   /** `model_type` of config.json. */
   modelType: string;
-  /** Weights as stored, for people: "4-bit, groups of 32". */
-  quantization: string;
+  /** How the matrices are stored, with their number: `{ "4-bit, groups of 32": 210 }`. */
+  matrixFormats: Record<string, number>;
   /** Length of the KV cache in positions. */
   contextLength: number;
   /** Size of the vocabulary. */
   vocabSize: number;
-  /** Arithmetic in use. */
-  precision: 'f16' | 'f32';
+  /** Ids that end a text. */
+  endIds: number[];
+  /** Whether texts, and messages, can be given as prompts. */
+  tokenizer: boolean;
+  chatTemplate: boolean;
+  /** How the model drafts, with its default widths; `null` if it cannot. */
+  drafter: { adapter: boolean; widths: { verify: number; draft: number } | null } | null;
+  /** The schedule taken when none is named. */
+  defaultSchedule: Schedule;
   /** Where it runs. */
   backend: 'webgpu' | 'cpu';
   /** Why it runs there. */
   backendReason: string;
-  /** Whether subgroup kernels are in use. */
+  /** Whether 16-bit floats, and subgroup operations, are in use on the GPU. */
+  shaderF16: boolean;
   subgroups: boolean;
-  /** Whether the model can draft, and with what. */
-  drafter: string | null;
-  /** Schedule taken when none is named. */
-  defaultSchedule: Schedule;
-  /** Bytes on the device, by use. */
-  memory: { weights: number; cache: number; other: number };
-  /** Whether a row's result was the same bits alone and in a wide call; `null` if not tested. */
-  rowInvariant: boolean | null;
+  /** Bytes of weights and of the KV cache. */
+  memory: { weights: number; cache: number };
   /** Milliseconds of each phase of loading. */
   timings: { start: number; download: number; compile: number };
+  /** All that the engine says of model and device, in its own words: what `forecall info --json` prints. */
+  engine: Record<string, unknown>;
 }

@@ -23,65 +23,71 @@ const fail = (code, message) => Promise.reject({ code, message });
 /** How many draft tokens the n-th call accepts: fixed, so that runs agree. */
 const acceptedBy = (schedule, call) => (schedule === 'autoregressive' ? 0 : [2, 0, 1, 3, 0, 1][call % 6]);
 
-/** @param {{hear?: (message: string) => void}} state */
 function modelOf(info, state) {
   let running = false;
   return {
-    info: () => info,
+    info: () => JSON.stringify(info),
     dispose: () => {
       state.disposed = true;
     },
-    async generate(request, onPart, isAborted) {
+    async generate(requestJson, onPart) {
       if (running) return fail('Internal', 'two generations at once reached the engine');
       running = true;
       try {
+        const request = JSON.parse(requestJson);
         const { prompt, maxTokens } = request;
         const asked = prompt.text ?? prompt.messages?.at(-1)?.content ?? '';
         if (asked === 'overlong prompt') return await fail('InvalidOption', 'the prompt has 9001 tokens, but the context holds 4096: shorten it, or load with a larger contextLength');
-        if (prompt.tokens?.some((id) => id >= info.vocabSize)) return await fail('InvalidOption', `token ids must be below ${info.vocabSize}`);
-        const schedule = request.schedule ?? info.defaultSchedule;
+        if (prompt.tokens?.some((id) => id >= info.vocab_size)) return await fail('InvalidOption', `token ids must be below ${info.vocab_size}`);
+        const schedule = request.schedule ?? (info.drafter ? 'packed' : 'autoregressive');
+        const rows = schedule === 'autoregressive' ? 1 : 13;
         const total = Math.min(maxTokens, WORDS.length);
-        const result = { text: '', tokens: [], finishReason: 'length', calls: 0, rows: 0, tokensPerCall: 0, drafted: 0, accepted: 0, prefill: { calls: 1, rows: 9 }, timings: { prefill: CALL_MS, decode: 0 } };
+        const tokens = [];
+        const perCall = [];
         const started = performance.now();
-        const emit = (count, drafted, accepted) => {
-          const first = result.tokens.length;
+        const emit = (count, drafted, accepted, prefill) => {
+          const first = tokens.length;
           const ids = Array.from({ length: Math.min(count, total - first) }, (_, i) => first + i);
-          const pieces = ids.map((id, i) => ({ text: WORDS[id], accepted: i < accepted }));
-          const text = pieces.map((piece) => piece.text).join('');
-          result.text += text;
-          result.tokens.push(...ids);
-          result.drafted += drafted;
-          result.accepted += accepted;
-          onPart({ text, pieces, tokens: ids, drafted, accepted, calls: result.calls });
+          const words = ids.map((id) => WORDS[id]);
+          tokens.push(...ids);
+          if (!prefill) perCall.push({ rows, drafted, accepted });
+          return onPart(JSON.stringify({ text: [words.slice(0, accepted).join(''), words.slice(accepted).join('')], tokens: ids, drafted, accepted, rows: prefill ? 9 : rows, prefill }));
         };
         await sleep(CALL_MS);
-        emit(1, 0, 0);
-        while (result.tokens.length < total) {
-          if (isAborted()) {
-            result.finishReason = 'aborted';
-            break;
-          }
+        let goOn = emit(1, 0, 0, true);
+        const prefilled = performance.now();
+        while (tokens.length < total) {
+          if (!goOn) return await fail('Aborted', 'the generation was stopped by its caller');
           await sleep(CALL_MS);
-          if (result.calls === 2 && asked === 'panic please') {
+          const call = perCall.length;
+          if (call === 2 && asked === 'panic please') {
             state.hear?.('index out of bounds in the double');
             await new Promise(() => {});
           }
-          if (result.calls === 2 && asked === 'crash please') {
+          if (call === 2 && asked === 'crash please') {
             setTimeout(() => {
               throw new Error('unreachable');
             });
             await new Promise(() => {});
           }
-          if (result.calls === 2 && asked === 'lose the device') return await fail('DeviceLost', 'the GPU device was lost; load the model again');
-          const accepted = acceptedBy(schedule, result.calls);
-          result.calls += 1;
-          result.rows += schedule === 'autoregressive' ? 1 : 13;
-          emit(accepted + 1, schedule === 'autoregressive' ? 0 : 4, accepted);
+          if (call === 2 && asked === 'lose the device') return await fail('DeviceLost', 'the GPU device was lost; load the model again');
+          const accepted = acceptedBy(schedule, call);
+          goOn = emit(accepted + 1, schedule === 'autoregressive' ? 0 : 4, accepted, false);
         }
-        if (result.finishReason === 'length' && total === WORDS.length) result.finishReason = 'stop';
-        result.tokensPerCall = result.calls > 0 ? (result.tokens.length - 1) / result.calls : 0;
-        result.timings.decode = performance.now() - started;
-        return result;
+        const calls = perCall.length;
+        return JSON.stringify({
+          tokens,
+          text: tokens.map((id) => WORDS[id]).join(''),
+          finish_reason: total === WORDS.length ? 'stop' : 'length',
+          schedule,
+          prompt_tokens: 9,
+          calls,
+          rows: calls * rows,
+          prefill: { calls: 1, rows: 9 },
+          tokens_per_call: calls > 0 ? (tokens.length - 1) / calls : 0,
+          per_call: perCall,
+          timings_ms: { tokenize: 0, first_token: prefilled - started, prefill: prefilled - started, decode: performance.now() - prefilled, total: performance.now() - started },
+        });
       } finally {
         running = false;
       }
@@ -96,7 +102,10 @@ export function startDouble() {
     onPanic: (hear) => {
       state.hear = hear;
     },
-    async load(options, checkpoint, adapter, onPhase) {
+    async load(optionsJson, checkpoint, adapter, onEvent) {
+      const options = JSON.parse(optionsJson);
+      const tell = (phase, done, total) => onEvent(JSON.stringify({ phase, done, total }));
+      tell('config', 0, 0);
       const sizeOf = async (file) => (await checkpoint.size(file)) ?? fail('Fetch', `${file}: no such file; expected a checkpoint folder`);
       const text = async (file) => new TextDecoder().decode(await checkpoint.read(file, 0, await sizeOf(file)));
       let config;
@@ -112,25 +121,28 @@ export function startDouble() {
       const end = 8 + header + Math.max(...Object.values(tensors).map((tensor) => tensor.data_offsets?.[1] ?? 0));
       if (end > size) return fail('BadWeights', `${weights} has ${size} bytes, but its header promises ${end}: it is truncated`);
       for (let at = 8 + header; at < end; at += 65536) await checkpoint.read(weights, at, Math.min(end, at + 65536));
-      if (adapter) await adapter.read('adapter_config.json', 0, await adapter.size('adapter_config.json'));
-      onPhase('compile');
-      await sleep(CALL_MS);
-      return modelOf(
-        {
-          modelType: config.model_type,
-          quantization: '4-bit, groups of 32',
-          contextLength: options.contextLength ?? 4096,
-          vocabSize: config.vocab_size,
-          precision: options.precision === 'auto' ? 'f16' : options.precision,
-          backend: options.backend,
-          subgroups: options.subgroups,
-          drafter: adapter ? 'draft adapter, rank 32' : null,
-          defaultSchedule: adapter ? 'packed' : 'autoregressive',
-          memory: { weights: size, cache: 94371840, other: 31457280 },
-          rowInvariant: true,
-        },
-        state,
-      );
+      const drafts = options.adapter === 'source' ? [adapter, ''] : [checkpoint, 'draft_adapter/'];
+      const size2 = options.adapter === 'none' ? null : await drafts[0].size(`${drafts[1]}adapter_config.json`);
+      if (size2 !== null) for (const file of ['adapter_config.json', 'adapter_model.safetensors']) await drafts[0].read(drafts[1] + file, 0, await drafts[0].size(drafts[1] + file));
+      for (let done = 0; done <= 12; done += 4) {
+        tell('compile', done, 12);
+        await sleep(CALL_MS);
+      }
+      tell('ready', 1, 1);
+      const info = {
+        model_type: config.model_type,
+        vocab_size: config.vocab_size,
+        end_ids: [0],
+        matrix_formats: { '4-bit, groups of 32': 210, f16: 61 },
+        drafter: size2 === null ? null : { adapter: true, logit_shift: 1, default_widths: { verify: 4, draft: 7 } },
+        tokenizer: true,
+        chat_template: true,
+        context_length: options.contextLength ?? 4096,
+        memory_bytes: { weights: size, kv_cache: 94371840 },
+        backend: options.backend === 'cpu' ? 'reference' : 'webgpu',
+        device: options.backend === 'cpu' ? null : { shader_f16: options.precision !== 'f32', subgroups: options.webSubgroups },
+      };
+      return modelOf(info, state);
     },
   };
 }
