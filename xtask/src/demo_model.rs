@@ -215,7 +215,7 @@ impl Shape {
             rope_theta: number("rope_theta")?,
             rms_norm_eps: number("rms_norm_eps")?,
         };
-        if shape.head_dim % 2 != 0 {
+        if !shape.head_dim.is_multiple_of(2) {
             return Err(DemoModelError::Config(format!("head_dim is {}, expected an even number", shape.head_dim)));
         }
         if config["tie_word_embeddings"] != true {

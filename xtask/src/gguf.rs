@@ -310,7 +310,7 @@ impl TensorHeader {
         let [cols, outer @ ..] = dims.as_slice() else { return Err(too_large()) };
         let rows = outer.iter().try_fold(1u64, |product, dim| product.checked_mul(*dim)).ok_or_else(too_large)?;
         let (block_values, block_bytes) = kind.block();
-        if cols % block_values as u64 != 0 {
+        if !cols.is_multiple_of(block_values as u64) {
             return Err(GgufError::Malformed(format!(
                 "tensor {name} is {kind:?} with {cols} inputs per row, not a multiple of {block_values}"
             )));
