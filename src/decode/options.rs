@@ -165,8 +165,8 @@ impl ScheduleOptions {
         let next_token_known = !matches!(kind, ScheduleKind::TwoCall { seed_row: false });
         if next_token_known && draft_width.saturating_add(rules.logit_shift) < 2 {
             return invalid(format!(
-                "the draft width is {draft_width}, but the schedule {kind} reads no draft of fewer than 2 masks with this model; \
-                 use at least 2"
+                "the draft width is {draft_width}, but with this model the schedule {kind} would never have a draft to verify; use at \
+                 least 2"
             ));
         }
         let resolved = Resolved::Drafting { kind, rules, verify_width, draft_width };

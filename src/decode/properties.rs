@@ -436,6 +436,65 @@ fn the_context_is_filled_to_its_end_by_every_schedule() {
     }
 }
 
+/// The rows of a plan's draft block that is anchored at `position`, in order, without saying which run the head.
+fn block_at(plan: &CallPlan, position: u32) -> Vec<Row> {
+    let mut rows: Vec<Row> = plan
+        .rows()
+        .iter()
+        .filter(|row| matches!(row.keep, Keep::Scratch(_)) && row.sees.cache.end == position)
+        .map(|row| Row { choose: false, ..row.clone() })
+        .collect();
+    rows.sort_by_key(|row| row.position);
+    rows
+}
+
+#[test]
+fn the_draft_of_a_packed_call_is_the_two_call_drafters_own() {
+    let (mut same, mut elsewhere) = (0, 0);
+    for rules in [ADAPTER, NEMOTRON] {
+        let oracle = Scripted::new(8, Skill::Independent(0.7));
+        let run = |kind| {
+            let case = Case::new(rules, kind, 4, 9);
+            ok(&case, &oracle, case.check(&oracle)).plans
+        };
+        let (packed, two_call) = (run(ScheduleKind::PACKED), run(TWO_CALL));
+        let drafts = |plan: &&CallPlan| plan.kind() == CallKind::Decode && plan.rows().len() == 10;
+        for draft in two_call.iter().filter(drafts) {
+            let n = draft.rows().iter().map(|row| row.position).min().unwrap();
+            for plan in &packed {
+                let block = block_at(plan, n);
+                same += usize::from(!block.is_empty());
+                elsewhere += usize::from(block.is_empty());
+                assert!(block.is_empty() || block == block_at(draft, n), "{plan:?} is not {draft:?}");
+            }
+        }
+    }
+    assert!(same > 10 && elsewhere > 10, "the two schedules drafted from one prefix only {same} times");
+}
+
+#[test]
+fn the_head_runs_only_on_rows_that_may_be_read() {
+    // m, and how many rows choose.
+    let heads = |rules, kind, k, w, p: f64| -> Vec<(usize, usize)> {
+        let oracle = Scripted::new(1, Skill::Independent(p));
+        let case = Case::new(rules, kind, k, w);
+        let run = ok(&case, &oracle, case.check(&oracle));
+        let plans = run.plans.iter().skip(run.counts.prefill.calls).map(|plan| plan.choose().len());
+        run.counts.per_call.iter().map(|call| call.drafted).zip(plans).skip(2).take(2).collect()
+    };
+    // Two-call: rows r >= 1-s, K of them at most.
+    assert_eq!(heads(ADAPTER, TWO_CALL, 4, 7, 1.0), [(0, 4), (4, 5)]);
+    assert_eq!(heads(NEMOTRON, TWO_CALL, 8, 5, 1.0), [(0, 5), (5, 6)]);
+    assert_eq!(heads(ADAPTER, SEED, 4, 7, 1.0), [(0, 5), (4, 5)]);
+    // Packed: rows r >= 2-s, as far as the largest acceptance leaves them to be verified.
+    assert_eq!(heads(ADAPTER, ScheduleKind::PACKED, 4, 9, 1.0), [(4, 5 + 8), (4, 5 + 8)]);
+    assert_eq!(heads(ADAPTER, ScheduleKind::PACKED, 4, 7, 0.0), [(4, 5 + 7), (4, 5 + 7)]);
+    assert_eq!(heads(NEMOTRON, ScheduleKind::PACKED, 4, 7, 0.0), [(4, 5 + 6), (4, 5 + 6)]);
+    // Quadratic: each block speaks for one acceptance.
+    assert_eq!(heads(ADAPTER, QUADRATIC, 4, 9, 1.0), [(4, 5 + 5 * 4), (4, 5 + 5 * 4)]);
+    assert_eq!(heads(SETDLM, ScheduleKind::PACKED, 4, 9, 1.0), [(4, 5 + 8), (4, 5 + 8)]);
+}
+
 #[test]
 fn budgets_are_met_exactly_and_end_ids_cut_inside_accepted_runs() {
     let mut inside = 0;
