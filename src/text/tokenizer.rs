@@ -190,6 +190,18 @@ mod tests {
     }
 
     #[test]
+    fn long_runs_neither_stall_nor_defeat_the_regex() {
+        let tokenizer = smollm2();
+        for unit in [" ", "a", "7", "\n ", "'", "é"] {
+            let text = unit.repeat(50_000) + "x";
+            let started = std::time::Instant::now();
+            let ids = tokenizer.encode(&text, false).unwrap();
+            assert!(started.elapsed().as_secs() < 20, "{unit:?} took {:?}", started.elapsed());
+            assert_eq!(tokenizer.decode(&ids, false).unwrap(), text, "{unit:?}");
+        }
+    }
+
+    #[test]
     fn the_vocabulary_answers_in_both_directions() {
         let tokenizer = smollm2();
         assert_eq!(tokenizer.vocab_size(), 49152);
