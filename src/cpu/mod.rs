@@ -6,7 +6,6 @@
 //! or plain Rust, whichever is there, all with the same bits. A row's numbers never depend on the rows beside it.
 
 mod activations;
-mod arrivals;
 mod cache;
 mod elementwise;
 mod matrix;

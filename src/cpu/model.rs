@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::activations::Quantised;
-use super::arrivals::Arrivals;
+use crate::weights::arrivals::Arrivals;
 use super::cache::{LayerCache, attend};
 use super::elementwise::{Column, argmax, inverse_rms, residual, rotate, store, swiglu};
 use super::matrix::Matrix;

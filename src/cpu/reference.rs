@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::arrivals::Arrivals;
+use crate::weights::arrivals::Arrivals;
 use crate::decode::plan::{CallPlan, Choice};
 use crate::decode::schedule::{Geometry, MAX_ROWS, ModelCalls, SCRATCH_SLOTS, Ticket};
 use crate::error::{Error, Result};

@@ -199,7 +199,8 @@ impl Builder<'_> {
         if !projections.iter().any(|(name, _)| has(name)) {
             return None;
         }
-        let rank = adapter.rank;
+        // Kernels read inner activations four at a time; the ranks that this adds are zero.
+        let rank = adapter.rank.next_multiple_of(4);
         let part = |name: &String, which: &str, rows, k| match has(name) {
             true => tensor(Origin::Adapter, format!("{name}.{which}.weight"), rows, k),
             false => Source::Zeros { rows },

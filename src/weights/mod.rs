@@ -1,5 +1,6 @@
 //! Weights: file formats in, packed matrices out. Pure: asks for bytes and is fed bytes.
 
+pub(crate) mod arrivals;
 pub mod index;
 pub mod pack;
 pub mod packed;

@@ -6,14 +6,14 @@ use crate::weights::packed::{Format, PackedRows, TILE};
 
 /// How far each matrix and vector of a program has come.
 #[derive(Debug)]
-pub(super) struct Arrivals {
+pub(crate) struct Arrivals {
     rows: Vec<usize>,
     formats: Vec<Option<Format>>,
     vectors: Vec<bool>,
 }
 
 impl Arrivals {
-    pub(super) fn new(program: &Program) -> Self {
+    pub(crate) fn new(program: &Program) -> Self {
         Self {
             rows: vec![0; program.matrices.len()],
             formats: vec![None; program.matrices.len()],
@@ -26,7 +26,7 @@ impl Arrivals {
     /// # Errors
     /// [`Error::Internal`] naming the matrix if the chunk is out of order, of another shape or format than the matrix,
     /// or its words do not fit its shape.
-    pub(super) fn matrix(&mut self, program: &Program, id: MatrixId, chunk: &PackedRows) -> Result<()> {
+    pub(crate) fn matrix(&mut self, program: &Program, id: MatrixId, chunk: &PackedRows) -> Result<()> {
         let (Some(spec), Some(have), Some(format)) =
             (program.matrices.get(id.0), self.rows.get_mut(id.0), self.formats.get_mut(id.0))
         else {
@@ -65,7 +65,7 @@ impl Arrivals {
     ///
     /// # Errors
     /// [`Error::Internal`] naming the vector if its length is wrong.
-    pub(super) fn vector(&mut self, program: &Program, id: VectorId, values: &[f32]) -> Result<()> {
+    pub(crate) fn vector(&mut self, program: &Program, id: VectorId, values: &[f32]) -> Result<()> {
         let (Some(spec), Some(have)) = (program.vectors.get(id.0), self.vectors.get_mut(id.0)) else {
             return Err(Error::Internal(format!("values came for vector {}, of which the program has none", id.0)));
         };
@@ -80,7 +80,7 @@ impl Arrivals {
     ///
     /// # Errors
     /// [`Error::Internal`] naming the first weight that is not.
-    pub(super) fn complete(&self, program: &Program) -> Result<()> {
+    pub(crate) fn complete(&self, program: &Program) -> Result<()> {
         let matrix = program.matrices.iter().zip(&self.rows).find(|(spec, have)| spec.n != **have).map(|(spec, _)| &spec.label);
         let vector = program.vectors.iter().zip(&self.vectors).find(|(_, have)| !**have).map(|(spec, _)| &spec.label);
         match matrix.or(vector) {
