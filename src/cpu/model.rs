@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::activations::Quantised;
-use crate::weights::arrivals::Arrivals;
 use super::cache::{LayerCache, attend};
 use super::elementwise::{Column, argmax, inverse_rms, residual, rotate, store, swiglu};
 use super::matrix::Matrix;
@@ -20,6 +19,7 @@ use crate::kernels::{CallRows, Heads};
 use crate::model::call_rows::{self, MASK_EMBEDDING};
 use crate::model::program::{Act, LoraB, Matmul, MatrixId, Op, Output, Program, Role, RowSet, VectorId};
 use crate::weights::WeightSink;
+use crate::weights::arrivals::Arrivals;
 use crate::weights::packed::{Format, PackedRows};
 
 /// A model on the CPU. Give it its weights through [`WeightSink`], then submit calls; a call computes when it is submitted

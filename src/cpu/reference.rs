@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 
-use crate::weights::arrivals::Arrivals;
 use crate::decode::plan::{CallPlan, Choice};
 use crate::decode::schedule::{Geometry, MAX_ROWS, ModelCalls, SCRATCH_SLOTS, Ticket};
 use crate::error::{Error, Result};
@@ -15,6 +14,7 @@ use crate::kernels::{CallRows, Heads};
 use crate::model::call_rows;
 use crate::model::program::{Act, Matmul, MatrixId, Op, Output, Program, RowSet, VectorId};
 use crate::weights::WeightSink;
+use crate::weights::arrivals::Arrivals;
 use crate::weights::packed::PackedRows;
 
 /// A model in f64: `ModelCalls` by the twins. Give it its weights through [`WeightSink`], then submit calls.

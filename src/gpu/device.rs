@@ -1,8 +1,9 @@
 //! The GPU: which adapter, what it can do, and what went wrong with it.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::matmul::DeviceClass;
+use super::pipelines::PipelineCache;
 use super::shader::Header;
 use crate::error::{Error, Result};
 
@@ -52,6 +53,7 @@ pub struct Gpu {
     pub(super) queue: wgpu::Queue,
     info: Arc<GpuInfo>,
     fault: Arc<Mutex<Option<Error>>>,
+    pipelines: Arc<Mutex<PipelineCache>>,
 }
 
 impl Gpu {
@@ -127,7 +129,7 @@ impl Gpu {
             max_compute_workgroup_storage_size: limits.max_compute_workgroup_storage_size,
             max_compute_invocations_per_workgroup: limits.max_compute_invocations_per_workgroup,
         };
-        Ok(Self { device, queue, info: Arc::new(info), fault })
+        Ok(Self { device, queue, info: Arc::new(info), fault, pipelines: Arc::default() })
     }
 
     /// What the device is and can do.
@@ -165,6 +167,10 @@ impl Gpu {
             }
             _ => DeviceClass::Gpu,
         }
+    }
+
+    pub(super) fn pipeline_cache(&self) -> MutexGuard<'_, PipelineCache> {
+        self.pipelines.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The `enable` lines of a module for this device's shader compiler.

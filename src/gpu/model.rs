@@ -384,8 +384,7 @@ impl GpuModel {
     /// # Errors
     /// Failures of the device; [`Error::InvalidOption`] if there is no such layer.
     pub async fn cache(&self, layer: usize) -> Result<(Vec<f32>, Vec<f32>)> {
-        let buffer =
-            self.caches.get(layer).ok_or_else(|| Error::InvalidOption(format!("the model has no layer {layer}")))?;
+        let buffer = self.caches.get(layer).ok_or_else(|| Error::InvalidOption(format!("the model has no layer {layer}")))?;
         let arch = &self.program.arch;
         let padded = arch.head_dim.next_multiple_of(4);
         let slots = (self.geometry.context + self.geometry.scratch) as usize;

@@ -1,10 +1,17 @@
-//! Compiled kernels, each once.
+//! Compiled kernels, each once for a device: models loaded later find them there.
 
 use std::collections::HashMap;
 
 use super::device::Gpu;
 use super::variants::{Access, Kernel};
 use crate::error::Result;
+
+/// Compiled kernels and layouts of a device.
+#[derive(Debug, Default)]
+pub(super) struct PipelineCache {
+    compiled: HashMap<String, wgpu::ComputePipeline>,
+    layouts: HashMap<Vec<(u32, Access)>, (wgpu::BindGroupLayout, wgpu::PipelineLayout)>,
+}
 
 /// Names a compiled kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -16,12 +23,11 @@ pub(super) struct Pipelines {
     gpu: Gpu,
     compiled: Vec<wgpu::ComputePipeline>,
     ids: HashMap<String, PipelineId>,
-    layouts: HashMap<Vec<(u32, Access)>, (wgpu::BindGroupLayout, wgpu::PipelineLayout)>,
 }
 
 impl Pipelines {
     pub(super) fn new(gpu: Gpu) -> Self {
-        Self { gpu, compiled: Vec::new(), ids: HashMap::new(), layouts: HashMap::new() }
+        Self { gpu, compiled: Vec::new(), ids: HashMap::new() }
     }
 
     /// How many kernels are compiled.
@@ -29,9 +35,10 @@ impl Pipelines {
         self.compiled.len()
     }
 
-    fn layouts(&mut self, bindings: &[(u32, Access)]) -> &(wgpu::BindGroupLayout, wgpu::PipelineLayout) {
+    fn layouts(&self, bindings: &[(u32, Access)]) -> (wgpu::BindGroupLayout, wgpu::PipelineLayout) {
         let device = &self.gpu.device;
-        self.layouts.entry(bindings.to_vec()).or_insert_with(|| {
+        let mut cache = self.gpu.pipeline_cache();
+        let make = || {
             let entries: Vec<_> = bindings
                 .iter()
                 .map(|&(binding, access)| wgpu::BindGroupLayoutEntry {
@@ -56,24 +63,24 @@ impl Pipelines {
                 immediate_size: 0,
             });
             (group, pipeline)
-        })
+        };
+        cache.layouts.entry(bindings.to_vec()).or_insert_with(make).clone()
     }
 
     /// A bind group for kernels with these bindings; `resources` in the same order.
     pub(super) fn bind(
-        &mut self,
+        &self,
         label: &str,
         bindings: &[(u32, Access)],
         resources: Vec<wgpu::BufferBinding<'_>>,
     ) -> wgpu::BindGroup {
-        let device = self.gpu.device.clone();
         let (layout, _) = self.layouts(bindings);
         let entries: Vec<_> = bindings
             .iter()
             .zip(resources)
             .map(|(&(binding, _), buffer)| wgpu::BindGroupEntry { binding, resource: wgpu::BindingResource::Buffer(buffer) })
             .collect();
-        device.create_bind_group(&wgpu::BindGroupDescriptor { label: Some(label), layout, entries: &entries })
+        self.gpu.device.create_bind_group(&wgpu::BindGroupDescriptor { label: Some(label), layout: &layout, entries: &entries })
     }
 
     /// The compiled kernel; compiles it if it is new.
@@ -85,16 +92,28 @@ impl Pipelines {
         if let Some(&id) = self.ids.get(&key) {
             return Ok(id);
         }
+        let found = self.gpu.pipeline_cache().compiled.get(&key).cloned();
+        let pipeline = match found {
+            Some(pipeline) => pipeline,
+            None => self.compile(kernel, &key)?,
+        };
+        let id = PipelineId(self.compiled.len());
+        self.compiled.push(pipeline);
+        self.ids.insert(key, id);
+        Ok(id)
+    }
+
+    fn compile(&self, kernel: &Kernel, key: &str) -> Result<wgpu::ComputePipeline> {
+        let device = &self.gpu.device;
         let source = kernel.source(self.gpu.header(kernel.f16, kernel.subgroups))?;
-        let module = self.gpu.device.create_shader_module(wgpu::ShaderModuleDescriptor {
-            label: Some(&key),
+        let module = device.create_shader_module(wgpu::ShaderModuleDescriptor {
+            label: Some(key),
             source: wgpu::ShaderSource::Wgsl(source.into()),
         });
-        let device = self.gpu.device.clone();
         let (_, layout) = self.layouts(&kernel.bindings);
         let pipeline = device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
-            label: Some(&key),
-            layout: Some(layout),
+            label: Some(key),
+            layout: Some(&layout),
             module: &module,
             entry_point: Some("main"),
             // Every kernel writes its workgroup memory before it reads it.
@@ -105,10 +124,8 @@ impl Pipelines {
             cache: None,
         });
         self.gpu.check()?;
-        let id = PipelineId(self.compiled.len());
-        self.compiled.push(pipeline);
-        self.ids.insert(key, id);
-        Ok(id)
+        self.gpu.pipeline_cache().compiled.insert(key.to_owned(), pipeline.clone());
+        Ok(pipeline)
     }
 
     /// The pipeline of an id that [`Pipelines::id`] gave out.

@@ -131,7 +131,13 @@ impl Weights {
     }
 
     /// Takes a chunk of a matrix; the first one allocates all of it.
-    pub(super) fn matrix(&mut self, program: &Program, id: MatrixId, chunk: &PackedRows, allocator: &mut Allocator) -> Result<()> {
+    pub(super) fn matrix(
+        &mut self,
+        program: &Program,
+        id: MatrixId,
+        chunk: &PackedRows,
+        allocator: &mut Allocator,
+    ) -> Result<()> {
         self.gpu.check()?;
         self.arrivals.matrix(program, id, chunk)?;
         let missing = || Error::Internal(format!("matrix {} is not one of the program's", id.0));
