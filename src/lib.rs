@@ -2,6 +2,7 @@
 
 pub mod cpu;
 pub mod decode;
+pub mod engine;
 pub mod error;
 pub mod gpu;
 pub mod kernels;

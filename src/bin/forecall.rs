@@ -1,1 +1,321 @@
+//! The command line: `generate`, `logits`, `info`, `bench`.
+//!
+//! stdout carries the text, or with `--json` one object; everything else goes to stderr. A failure is one sentence and a
+//! non-zero exit.
+
+#[cfg(target_arch = "wasm32")]
 fn main() {}
+
+#[cfg(not(target_arch = "wasm32"))]
+fn main() -> std::process::ExitCode {
+    native::main()
+}
+
+#[cfg(not(target_arch = "wasm32"))]
+mod native {
+    use std::io::{IsTerminal, Write};
+    use std::path::PathBuf;
+    use std::process::ExitCode;
+
+    use clap::{Args, Parser, Subcommand, ValueEnum};
+    use forecall::engine::{AdapterFrom, Backend, Generate, LoadOptions, Model, Part, Precision, Prompt, Quantize, Sources};
+    use forecall::text::chat_template::ChatRequest;
+    use forecall::weights::source::FolderSource;
+    use forecall::{Error, Result};
+    use serde_json::json;
+
+    #[derive(Parser)]
+    #[command(name = "forecall", version, about = "Runs a language model, drafting one call ahead")]
+    struct Cli {
+        #[command(subcommand)]
+        command: Command,
+    }
+
+    #[derive(Subcommand)]
+    enum Command {
+        /// Continue a prompt
+        Generate(GenerateArgs),
+        /// Print raw head outputs for given tokens
+        Logits(LogitsArgs),
+        /// Say what a model is, what it needs and what this machine offers
+        Info(InfoArgs),
+        /// Time calls against their rows
+        Bench(BenchArgs),
+    }
+
+    #[derive(Args)]
+    struct ModelArgs {
+        /// Checkpoint folder: config.json, model.safetensors, tokenizer.json
+        #[arg(long, value_name = "DIR")]
+        model: PathBuf,
+        /// Draft adapter's folder, or `none`; by default the one beside the weights, if there is one
+        #[arg(long, value_name = "DIR|none")]
+        adapter: Option<String>,
+        /// What runs the model
+        #[arg(long, value_enum, default_value = "gpu")]
+        backend: BackendArg,
+        /// Storage of the K/V cache; `auto` is f32 for f32 checkpoints and f16 otherwise
+        #[arg(long, value_enum, default_value = "auto")]
+        precision: PrecisionArg,
+        /// Positions the K/V cache holds; by default the smaller of the model's and 4096
+        #[arg(long, value_name = "N")]
+        context: Option<usize>,
+        /// Turn a plain checkpoint's linear weights into affine groups while loading
+        #[arg(long, value_enum)]
+        quantize: Option<QuantizeArg>,
+    }
+
+    #[derive(Clone, Copy, ValueEnum)]
+    enum BackendArg {
+        Auto,
+        Gpu,
+        Cpu,
+        Reference,
+    }
+
+    #[derive(Clone, Copy, ValueEnum)]
+    enum PrecisionArg {
+        Auto,
+        F32,
+        F16,
+    }
+
+    #[derive(Clone, Copy, ValueEnum)]
+    enum QuantizeArg {
+        Q4,
+        Q8,
+    }
+
+    #[derive(Args)]
+    struct GenerateArgs {
+        #[command(flatten)]
+        model: ModelArgs,
+        /// Text to continue
+        #[arg(long, conflicts_with = "tokens", required_unless_present = "tokens")]
+        prompt: Option<String>,
+        /// Render the prompt as a user's message with the model's chat template
+        #[arg(long, requires = "prompt")]
+        chat: bool,
+        /// Token ids to continue, as `1,2,3`; nothing is added to them
+        #[arg(long, value_delimiter = ',', value_name = "IDS")]
+        tokens: Option<Vec<u32>>,
+        /// New tokens at most
+        #[arg(long, default_value_t = 256, value_name = "N")]
+        max_tokens: usize,
+        /// autoregressive, two-call, two-call-seed, packed, anchored, quadratic or quadratic-shared; by default packed
+        /// where the model can draft, else autoregressive
+        #[arg(long)]
+        schedule: Option<String>,
+        /// Draft tokens verified in one call (K)
+        #[arg(long, value_name = "K")]
+        verify_width: Option<usize>,
+        /// Masks in a draft block (w)
+        #[arg(long, value_name = "W")]
+        draft_width: Option<usize>,
+        /// Draft blocks per call of the anchored schedule (H)
+        #[arg(long, value_name = "H")]
+        anchors: Option<usize>,
+        /// Treat end ids as ordinary tokens
+        #[arg(long)]
+        ignore_eos: bool,
+        /// Text that ends the answer and is no part of it; may be given several times
+        #[arg(long, value_name = "TEXT")]
+        stop: Vec<String>,
+        /// Print one JSON object instead of text
+        #[arg(long)]
+        json: bool,
+    }
+
+    #[derive(Args)]
+    struct LogitsArgs {
+        #[command(flatten)]
+        model: ModelArgs,
+        /// Token ids, as `1,2,3`
+        #[arg(long, value_delimiter = ',', required = true, value_name = "IDS")]
+        tokens: Vec<u32>,
+        /// Also print the rows of a draft block with this many masks made after the tokens
+        #[arg(long, value_name = "W")]
+        draft_width: Option<usize>,
+    }
+
+    #[derive(Args)]
+    struct InfoArgs {
+        #[command(flatten)]
+        model: ModelArgs,
+        /// Print one JSON object
+        #[arg(long)]
+        json: bool,
+    }
+
+    #[derive(Args)]
+    struct BenchArgs {
+        #[command(flatten)]
+        model: ModelArgs,
+        /// Row counts to time
+        #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,16,32,64")]
+        rows: Vec<usize>,
+        /// Timed rounds; all row counts are visited in each
+        #[arg(long, default_value_t = 5)]
+        rounds: usize,
+    }
+
+    pub fn main() -> ExitCode {
+        let cli = match Cli::try_parse() {
+            Ok(cli) => cli,
+            Err(error) => {
+                let _ = error.print();
+                return if error.use_stderr() { ExitCode::from(2) } else { ExitCode::SUCCESS };
+            }
+        };
+        let outcome = pollster::block_on(async {
+            match cli.command {
+                Command::Generate(args) => generate(args).await,
+                Command::Logits(args) => logits(args).await,
+                Command::Info(args) => info(args).await,
+                Command::Bench(args) => bench(args).await,
+            }
+        });
+        match outcome {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                eprintln!("forecall: {error}");
+                ExitCode::FAILURE
+            }
+        }
+    }
+
+    async fn load(args: &ModelArgs) -> Result<Model> {
+        let adapter = match args.adapter.as_deref() {
+            None => AdapterFrom::Auto,
+            Some("none") => AdapterFrom::None,
+            Some(folder) => AdapterFrom::Source(FolderSource::new(folder)?),
+        };
+        let mut sources = Sources { base: FolderSource::new(&args.model)?, adapter };
+        let options = LoadOptions {
+            backend: match args.backend {
+                BackendArg::Auto => Backend::Auto,
+                BackendArg::Gpu => Backend::Gpu,
+                BackendArg::Cpu => Backend::Cpu,
+                BackendArg::Reference => Backend::Reference,
+            },
+            precision: match args.precision {
+                PrecisionArg::Auto => Precision::Auto,
+                PrecisionArg::F32 => Precision::F32,
+                PrecisionArg::F16 => Precision::F16,
+            },
+            quantize: args.quantize.map(|q| match q {
+                QuantizeArg::Q4 => Quantize::Q4,
+                QuantizeArg::Q8 => Quantize::Q8,
+            }),
+            context_length: args.context,
+            ..LoadOptions::default()
+        };
+        let (mut last, on_terminal) = (String::new(), std::io::stderr().is_terminal());
+        let model = Model::load(&mut sources, &options, &mut |event| {
+            let line = event.to_string();
+            if on_terminal && line != last {
+                eprint!("\r\x1b[K{line}");
+                last = line;
+            }
+            true
+        })
+        .await;
+        if on_terminal {
+            eprint!("\r\x1b[K");
+        }
+        model
+    }
+
+    async fn generate(args: GenerateArgs) -> Result<()> {
+        let mut model = load(&args.model).await?;
+        let prompt = match (&args.tokens, &args.prompt) {
+            (Some(tokens), _) => Prompt::Tokens(tokens.clone()),
+            (None, Some(text)) if args.chat => Prompt::Chat(ChatRequest::user(text)),
+            (None, Some(text)) => Prompt::Text(text.clone()),
+            (None, None) => return Err(Error::InvalidOption("give --prompt or --tokens".into())),
+        };
+        let request = Generate {
+            prompt,
+            max_tokens: args.max_tokens,
+            schedule: args.schedule.clone(),
+            verify_width: args.verify_width,
+            draft_width: args.draft_width,
+            anchors: args.anchors,
+            ignore_eos: args.ignore_eos,
+            stop: args.stop,
+        };
+        let mut stdout = std::io::stdout();
+        let streaming = !args.json;
+        let done = model
+            .generate(&request, &mut |part: &Part| {
+                if streaming {
+                    let _ = stdout.write_all(part.text().as_bytes());
+                    let _ = stdout.flush();
+                }
+                true
+            })
+            .await?;
+        if args.json {
+            print_line(&done.to_json().to_string());
+        } else {
+            if done.text.is_none() {
+                let ids: Vec<_> = done.tokens.iter().map(u32::to_string).collect();
+                print_line(&ids.join(","));
+            } else {
+                print_line("");
+            }
+            eprintln!("{}", done.summary());
+        }
+        Ok(())
+    }
+
+    async fn logits(args: LogitsArgs) -> Result<()> {
+        let mut model = load(&args.model).await?;
+        let out = model.logits(&args.tokens, args.draft_width).await?;
+        let mut object = json!({ "causal": out.causal });
+        if let Some(draft) = out.draft {
+            object["draft"] = json!(draft);
+        }
+        print_line(&object.to_string());
+        Ok(())
+    }
+
+    async fn info(args: InfoArgs) -> Result<()> {
+        let mut model = load(&args.model).await?;
+        let info = model.info_with_self_test().await?;
+        if args.json {
+            print_line(&info.to_string());
+        } else {
+            print_tree(&info, 0);
+        }
+        Ok(())
+    }
+
+    async fn bench(args: BenchArgs) -> Result<()> {
+        let mut model = load(&args.model).await?;
+        let table = model.measure_rows_json(&args.rows, args.rounds).await?;
+        print_line(&table.to_string());
+        Ok(())
+    }
+
+    /// Writes a line to stdout; a closed pipe is not an error of ours.
+    fn print_line(line: &str) {
+        let _ = writeln!(std::io::stdout(), "{line}");
+    }
+
+    /// Prints nested JSON as indented `name: value` lines.
+    fn print_tree(value: &serde_json::Value, depth: usize) {
+        let Some(object) = value.as_object() else { return };
+        for (name, value) in object {
+            let pad = "  ".repeat(depth);
+            match value {
+                serde_json::Value::Object(_) => {
+                    print_line(&format!("{pad}{name}:"));
+                    print_tree(value, depth + 1);
+                }
+                serde_json::Value::String(text) => print_line(&format!("{pad}{name}: {text}")),
+                other => print_line(&format!("{pad}{name}: {other}")),
+            }
+        }
+    }
+}

@@ -131,10 +131,10 @@ impl Generation {
         Ok(Progress { tokens, next })
     }
 
-    /// Ends the text from outside (a stop string was found): no call follows.
-    pub fn stop(&mut self) {
+    /// Ends the text from outside, because a stop string was found or the caller wants no more: no call follows.
+    pub fn end(&mut self, reason: FinishReason) {
         self.sent = None;
-        self.finish = Some(FinishReason::Stop);
+        self.finish = Some(reason);
     }
 
     /// Why the text ended; `None` while it goes on.

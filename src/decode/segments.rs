@@ -162,3 +162,16 @@ impl Segments {
 pub(super) fn choices(rows: &[RowId], output: &CallOutput) -> Result<Vec<Choice>> {
     rows.iter().map(|&row| output.choice(row)).collect()
 }
+
+/// The rows of a draft block of `width` masks anchored at `token`, which stands at `position`, all of them choosing: for
+/// probing a model outside any schedule.
+#[must_use]
+pub fn draft_rows(rules: DraftRules, position: u32, token: u32, width: u32) -> Vec<Row> {
+    let mut segments = Segments::new();
+    segments.draft(Drafter { rules, width }, position, token, 0, 0);
+    let mut rows = segments.rows;
+    for row in &mut rows {
+        row.choose = true;
+    }
+    rows
+}

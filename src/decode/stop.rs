@@ -11,16 +11,19 @@ pub enum FinishReason {
     Length,
     /// The context is full.
     Context,
+    /// Whoever asked for the text stopped it.
+    Aborted,
 }
 
 impl FinishReason {
-    /// The name in JSON: `stop`, `length` or `context`.
+    /// The name in JSON: `stop`, `length`, `context` or `aborted`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
             Self::Stop => "stop",
             Self::Length => "length",
             Self::Context => "context",
+            Self::Aborted => "aborted",
         }
     }
 }

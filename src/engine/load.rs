@@ -1,0 +1,284 @@
+//! From a checkpoint's files to a model that runs.
+
+use std::fmt;
+use std::sync::Arc;
+
+use super::Model;
+use super::calls::Calls;
+use super::info::Facts;
+use crate::cpu::reference::Reference;
+use crate::cpu::{CpuModel, CpuOptions};
+use crate::decode::options::Resolved;
+use crate::decode::schedule::ModelCalls;
+use crate::decode::ScheduleOptions;
+use crate::error::{Error, Result};
+use crate::gpu::{self, DeviceOptions, Gpu, GpuModel, ModelOptions};
+use crate::model::load::{self, Checkpoint, Sources};
+use crate::text::chat_template::{ChatTemplate, TokenizerConfig};
+use crate::text::{TextError, Tokenizer};
+use crate::weights::packed::Format;
+use crate::weights::plan::PlainFormat;
+use crate::weights::source::ByteSource;
+
+/// What runs the model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Backend {
+    /// The GPU where there is a real one, else the CPU.
+    #[default]
+    Auto,
+    /// WebGPU (natively: Vulkan, Metal or D3D12 through the same shaders).
+    Gpu,
+    /// The production CPU path.
+    Cpu,
+    /// The f64 twins: the judge, slow.
+    Reference,
+}
+
+impl std::str::FromStr for Backend {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        Ok(match name {
+            "auto" => Self::Auto,
+            "webgpu" | "gpu" => Self::Gpu,
+            "cpu" => Self::Cpu,
+            "reference" => Self::Reference,
+            _ => {
+                return Err(Error::InvalidOption(format!(
+                    "unknown backend \"{name}\"; the backends are auto, webgpu, cpu and reference"
+                )));
+            }
+        })
+    }
+}
+
+/// How values that are not quantised are stored. Sums are always f32.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Precision {
+    /// f32 for f32 checkpoints, f16 for all others.
+    #[default]
+    Auto,
+    /// f32 weights and K/V.
+    F32,
+    /// f16 weights and K/V.
+    F16,
+}
+
+impl std::str::FromStr for Precision {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        Ok(match name {
+            "auto" => Self::Auto,
+            "f32" => Self::F32,
+            "f16" => Self::F16,
+            _ => return Err(Error::InvalidOption(format!("unknown precision \"{name}\"; the choices are auto, f32 and f16"))),
+        })
+    }
+}
+
+/// Affine groups that a plain checkpoint's weights are turned into while loading. Groups are 64 inputs wide (32 where 64
+/// does not divide a matrix); embedding and head take 8 bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Quantize {
+    /// 4 bits.
+    Q4,
+    /// 8 bits.
+    Q8,
+}
+
+/// How to load. The default suits most callers.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct LoadOptions {
+    /// What runs the model.
+    pub backend: Backend,
+    /// Storage of plain weights and of K/V.
+    pub precision: Precision,
+    /// Quantise a plain checkpoint while loading.
+    pub quantize: Option<Quantize>,
+    /// Positions the K/V cache holds; by default the smaller of the model's and 4096.
+    pub context_length: Option<usize>,
+    /// What a page knows of its GPU that the crate cannot see.
+    pub gpu: DeviceOptions,
+    /// In a browser: whether the adapter says of itself that it is a fallback (a software one).
+    pub fallback_adapter: bool,
+}
+
+/// What loading is busy with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Phase {
+    /// Configs, tokenizer and headers.
+    Config,
+    /// Weights: fetched, packed and handed to the backend; counted in bytes.
+    Weights,
+    /// GPU pipelines; counted in pipelines.
+    Compile,
+    /// Done.
+    Ready,
+}
+
+impl Phase {
+    /// The name that events carry: `config`, `weights`, `compile`, `ready`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Config => "config",
+            Self::Weights => "weights",
+            Self::Compile => "compile",
+            Self::Ready => "ready",
+        }
+    }
+}
+
+/// How far loading is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LoadEvent {
+    /// What it is busy with.
+    pub phase: Phase,
+    /// Bytes or pipelines done.
+    pub done: u64,
+    /// Bytes or pipelines in all; 0 while not known.
+    pub total: u64,
+}
+
+impl fmt::Display for LoadEvent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.phase {
+            Phase::Weights => write!(f, "loading weights: {} of {} MB", self.done / 1_000_000, self.total / 1_000_000),
+            Phase::Compile => write!(f, "compiling pipelines: {} of {}", self.done, self.total),
+            Phase::Config => write!(f, "reading the checkpoint's configuration"),
+            Phase::Ready => write!(f, "ready"),
+        }
+    }
+}
+
+impl Model {
+    /// Loads a checkpoint. `on_event` is told of progress and stops the loading by returning `false`.
+    ///
+    /// # Errors
+    /// [`Error::Fetch`], [`Error::BadConfig`], [`Error::BadWeights`], [`Error::BadTokenizer`] for what the files hold,
+    /// [`Error::Unsupported`] and [`Error::OutOfMemory`] for what the device lacks, [`Error::Aborted`].
+    pub async fn load<S: ByteSource>(
+        sources: &mut Sources<S>,
+        options: &LoadOptions,
+        on_event: &mut dyn FnMut(LoadEvent) -> bool,
+    ) -> Result<Self> {
+        let mut tell = |event| match on_event(event) {
+            true => Ok(()),
+            false => Err(Error::Aborted("loading was stopped by its caller".into())),
+        };
+        let plain = match (options.quantize, options.precision) {
+            (Some(Quantize::Q4), _) => PlainFormat::Affine { bits: 4, group: 64 },
+            (Some(Quantize::Q8), _) => PlainFormat::Affine { bits: 8, group: 64 },
+            (None, Precision::Auto) => PlainFormat::Auto,
+            (None, Precision::F32) => PlainFormat::F32,
+            (None, Precision::F16) => PlainFormat::F16,
+        };
+        let checkpoint = load::load_checkpoint(sources, &load::LoadOptions { plain }, &mut |_| {
+            tell(LoadEvent { phase: Phase::Config, done: 0, total: 0 })
+        })
+        .await?;
+        let context = context_length(&checkpoint, options.context_length)?;
+        let files = &checkpoint.files;
+        let tokenizer = files.tokenizer.as_deref().map(Tokenizer::from_json).transpose()?.map(Arc::new);
+        let config = files.tokenizer_config.as_deref().map(TokenizerConfig::from_json).transpose()?.unwrap_or_default();
+        let template = chat_template(files.chat_template.as_deref(), &config)?;
+        let end_ids = end_ids(&checkpoint, &config, tokenizer.as_deref());
+
+        let half_cache = match options.precision {
+            Precision::F32 => false,
+            Precision::F16 => true,
+            Precision::Auto => checkpoint.formats().iter().any(|f| *f != Format::F32),
+        };
+        let (mut calls, reason) = open(options, &checkpoint, context, half_cache).await?;
+        load::stream_weights(sources, &checkpoint, &mut calls, &mut |progress| {
+            tell(LoadEvent { phase: Phase::Weights, done: progress.bytes, total: progress.total })
+        })
+        .await?;
+        if let Calls::Gpu(gpu) = &mut calls {
+            gpu.ready().await?;
+            let widths = usual_widths(&checkpoint, gpu);
+            let mut stopped = Ok(());
+            gpu.prepare(&widths, |done, total| {
+                if stopped.is_ok() {
+                    stopped = tell(LoadEvent { phase: Phase::Compile, done: done as u64, total: total as u64 });
+                }
+            })
+            .await?;
+            stopped?;
+        }
+        tell(LoadEvent { phase: Phase::Ready, done: 1, total: 1 })?;
+        let facts = Facts::new(&checkpoint, &calls, context, half_cache, reason);
+        Ok(Self { calls, program: checkpoint.program, tokenizer, template, end_ids, facts })
+    }
+}
+
+/// The backend, still without weights, and why it was chosen.
+async fn open(options: &LoadOptions, checkpoint: &Checkpoint, context: u32, half_cache: bool) -> Result<(Calls, String)> {
+    let program = || checkpoint.program.clone();
+    let cpu = || Calls::Cpu(Box::new(CpuModel::new(program(), CpuOptions { context, half_cache })));
+    let on_gpu = |gpu: &Gpu| -> Result<Calls> {
+        let precision = if half_cache { gpu::Precision::F16 } else { gpu::Precision::F32 };
+        let options = ModelOptions { context, precision, checkpoint_is_f32: !half_cache };
+        Ok(Calls::Gpu(Box::new(GpuModel::new(gpu, program(), options)?)))
+    };
+    let asked = "asked for".to_owned();
+    match options.backend {
+        Backend::Reference => Ok((Calls::Reference(Box::new(Reference::new(program(), context))), asked)),
+        Backend::Cpu => Ok((cpu(), asked)),
+        Backend::Gpu => Ok((on_gpu(&Gpu::open(options.gpu).await?)?, asked)),
+        // A software adapter is several times slower than the CPU path on the same cores.
+        Backend::Auto if options.fallback_adapter => Ok((cpu(), "the browser's WebGPU adapter is a software one".into())),
+        Backend::Auto => match Gpu::open(options.gpu).await {
+            Ok(gpu) if gpu.info().device_type == "software" => {
+                Ok((cpu(), format!("the GPU adapter {} is a software one", gpu.info().name)))
+            }
+            Ok(gpu) => Ok((on_gpu(&gpu)?, "there is a GPU".into())),
+            Err(Error::Unsupported(why)) => Ok((cpu(), why)),
+            Err(error) => Err(error),
+        },
+    }
+}
+
+/// Row counts of the calls that a default generation makes, for compiling ahead.
+fn usual_widths(checkpoint: &Checkpoint, model: &GpuModel) -> Vec<usize> {
+    let most = match ScheduleOptions::default().resolve(checkpoint.program.draft, &model.geometry()) {
+        Ok(Resolved::Drafting { verify_width, draft_width, .. }) => (verify_width + draft_width + 2) as usize,
+        _ => 1,
+    };
+    (1..=most).collect()
+}
+
+/// The checkpoint's chat template; a checkpoint may have none.
+fn chat_template(jinja: Option<&[u8]>, config: &TokenizerConfig) -> Result<Option<ChatTemplate>> {
+    let jinja = jinja
+        .map(|bytes| std::str::from_utf8(bytes).map_err(|e| Error::BadTokenizer(format!("chat_template.jinja is not UTF-8: {e}"))))
+        .transpose()?;
+    match ChatTemplate::new(jinja, config) {
+        Ok(template) => Ok(Some(template)),
+        Err(TextError::NoTemplate) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Ids that end a text: those of the config and the generation config, and the tokenizer's own end token.
+fn end_ids(checkpoint: &Checkpoint, config: &TokenizerConfig, tokenizer: Option<&Tokenizer>) -> Vec<u32> {
+    let mut ids = checkpoint.program.arch.eos_token_ids.clone();
+    let named = config.special_tokens.iter().filter(|(name, _)| name == "eos_token");
+    ids.extend(named.filter_map(|(_, token)| tokenizer.and_then(|t| t.token_to_id(token))));
+    ids.sort_unstable();
+    ids.dedup();
+    ids
+}
+
+/// The default context, in positions.
+const DEFAULT_CONTEXT: usize = 4096;
+
+fn context_length(checkpoint: &Checkpoint, asked: Option<usize>) -> Result<u32> {
+    let most = checkpoint.program.arch.max_position_embeddings;
+    let context = asked.unwrap_or(most.min(DEFAULT_CONTEXT));
+    if context == 0 || context > most {
+        return Err(Error::InvalidOption(format!("the context length is {context}; this model takes 1 to {most} positions")));
+    }
+    u32::try_from(context).map_err(|_| Error::InvalidOption(format!("the context length {context} is out of range")))
+}

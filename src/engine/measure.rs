@@ -1,0 +1,147 @@
+//! What the device does, found by running it: whether rows are invariant, and what a call costs against its rows.
+
+use serde_json::{Value, json};
+use web_time::Instant;
+
+use super::Model;
+use super::logits::{causal_list, causal_rows};
+use crate::decode::draft_rows;
+use crate::decode::plan::{CallKind, CallPlan};
+use crate::decode::schedule::ModelCalls;
+use crate::error::{Error, Result};
+
+/// The time of calls with some number of rows.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RowTiming {
+    /// Rows of the call, all of them causal and choosing.
+    pub rows: usize,
+    /// Fastest call, in milliseconds.
+    pub min_ms: f64,
+    /// Median call, in milliseconds.
+    pub median_ms: f64,
+}
+
+/// Positions in the cache while calls are timed or compared.
+const PREFIX: u32 = 24;
+
+impl Model {
+    /// Compares, bit for bit, the logits of a causal row that is alone in its call with those of the same row in wider
+    /// calls, draft rows among them. Lossless decoding rests on their being equal on this device.
+    ///
+    /// # Errors
+    /// Failures of the device.
+    pub async fn row_invariance(&mut self) -> Result<bool> {
+        let geometry = self.calls.geometry();
+        let vocab = geometry.vocab_size as u32;
+        let prefix = PREFIX.min(geometry.context / 2).max(1);
+        let token = |position: u32| (position.wrapping_mul(7919) + 13) % vocab.max(1);
+        let ids: Vec<u32> = (0..prefix + 6).map(token).collect();
+        let (head, tail) = ids.split_at(prefix as usize);
+        self.raw(&causal_rows(CallKind::Prefill, 0, head)).await?;
+        if geometry.context < prefix + 6 {
+            return Err(Error::InvalidOption(format!("a context of {} is too short for the self-test", geometry.context)));
+        }
+        let mut alone = Vec::new();
+        for (position, id) in (prefix..).zip(tail) {
+            alone.extend(self.raw(&causal_rows(CallKind::Decode, position, std::slice::from_ref(id))).await?);
+        }
+        let same = |a: &[Vec<f32>], b: &[Vec<f32>]| {
+            a.len() == b.len()
+                && a.iter().zip(b).all(|(a, b)| a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits()))
+        };
+        // The head of each list is compared: what rides behind it must not matter.
+        let mut plans: Vec<(usize, CallPlan)> =
+            (2..=tail.len()).map(|m| (m, causal_rows(CallKind::Decode, prefix, tail.get(..m).unwrap_or(tail)))).collect();
+        if let Some(rules) = self.program.draft {
+            for (m, width) in [(1, 3), (2, 7), (5, 7), (5, 11)] {
+                let ids = tail.get(..m).unwrap_or(tail);
+                let mut rows = causal_list(prefix, ids);
+                rows.extend(draft_rows(rules, prefix, ids.first().copied().unwrap_or(0), width));
+                plans.push((m, CallPlan::new(CallKind::Decode, rows)));
+            }
+        }
+        for (m, plan) in plans {
+            let together = self.raw(&plan).await?;
+            let (Some(wide), Some(alone)) = (together.get(..m), alone.get(..m)) else {
+                return Err(Error::Internal("the self-test read back too few rows".into()));
+            };
+            if !same(wide, alone) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Times decode calls of `rows` causal rows each behind a short prefix; every round visits all row counts, so that a
+    /// noisy machine hurts all alike. One untimed round comes first.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOption`] for row counts that do not fit a call, failures of the device.
+    pub async fn measure_rows(&mut self, rows: &[usize], rounds: usize) -> Result<Vec<RowTiming>> {
+        let geometry = self.calls.geometry();
+        let vocab = geometry.vocab_size as u32;
+        let most = geometry.max_choose.min(geometry.max_rows).min((geometry.context.saturating_sub(PREFIX)) as usize);
+        if let Some(rows) = rows.iter().find(|&&rows| rows == 0 || rows > most) {
+            return Err(Error::InvalidOption(format!("cannot time calls of {rows} rows; 1 to {most} fit this model and context")));
+        }
+        let token = |position: u32| (position.wrapping_mul(7919) + 13) % vocab.max(1);
+        let head: Vec<u32> = (0..PREFIX).map(token).collect();
+        self.raw(&causal_rows(CallKind::Prefill, 0, &head)).await?;
+        let plans: Vec<_> = rows
+            .iter()
+            .map(|&rows| {
+                let ids: Vec<u32> = (PREFIX..PREFIX + rows as u32).map(token).collect();
+                causal_rows(CallKind::Decode, PREFIX, &ids)
+            })
+            .collect();
+        let mut times = vec![Vec::with_capacity(rounds); plans.len()];
+        for round in 0..=rounds.max(1) {
+            for (plan, times) in plans.iter().zip(&mut times) {
+                let begun = Instant::now();
+                let ticket = self.calls.submit(plan)?;
+                self.calls.answer(ticket).await?;
+                if round > 0 {
+                    times.push(begun.elapsed().as_secs_f64() * 1000.0);
+                }
+            }
+        }
+        Ok(rows
+            .iter()
+            .zip(times)
+            .map(|(&rows, mut times)| {
+                times.sort_by(f64::total_cmp);
+                RowTiming {
+                    rows,
+                    min_ms: times.first().copied().unwrap_or(0.0),
+                    median_ms: times.get(times.len() / 2).copied().unwrap_or(0.0),
+                }
+            })
+            .collect())
+    }
+
+    /// [`Model::measure_rows`] as JSON, with each row count's ratio to the first one's, the rate of weight bytes and the
+    /// arithmetic rate.
+    ///
+    /// # Errors
+    /// As [`Model::measure_rows`].
+    pub async fn measure_rows_json(&mut self, rows: &[usize], rounds: usize) -> Result<Value> {
+        let timings = self.measure_rows(rows, rounds).await?;
+        let first = timings.first().map_or(1.0, |t| t.median_ms);
+        let weights = self.facts.weight_bytes as f64;
+        let flops = 2.0 * self.facts.multiplied_weights as f64;
+        let table: Vec<_> = timings
+            .iter()
+            .map(|t| {
+                json!({
+                    "rows": t.rows,
+                    "min_ms": t.min_ms,
+                    "median_ms": t.median_ms,
+                    "ratio": t.median_ms / first,
+                    "gb_per_s": weights / t.median_ms / 1e6,
+                    "gflop_per_s": flops * t.rows as f64 / t.median_ms / 1e6,
+                })
+            })
+            .collect();
+        Ok(json!({ "backend": self.facts.backend_name(), "weight_bytes": self.facts.weight_bytes, "calls": table }))
+    }
+}
