@@ -166,6 +166,8 @@ impl Simd for Portable {
 
 #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
 mod wasm {
+    #![allow(clippy::redundant_closure, reason = "functions with target features are not closures by themselves")]
+
     use core::arch::wasm32::*;
 
     use super::{HALF_BIAS, HALF_MASK, LANES, Simd};
@@ -219,11 +221,11 @@ mod wasm {
         }
         #[inline(always)]
         fn and(self, a: V, b: V) -> V {
-            both(a, b, v128_and)
+            both(a, b, |a, b| v128_and(a, b))
         }
         #[inline(always)]
         fn add(self, a: V, b: V) -> V {
-            both(a, b, i32x4_add)
+            both(a, b, |a, b| i32x4_add(a, b))
         }
         #[inline(always)]
         fn shr<const N: i32>(self, a: V) -> V {
@@ -239,11 +241,11 @@ mod wasm {
         }
         #[inline(always)]
         fn dot(self, acc: V, a: V, b: V) -> V {
-            both(acc, both(a, b, i32x4_dot_i16x8), i32x4_add)
+            both(acc, both(a, b, |a, b| i32x4_dot_i16x8(a, b)), |a, b| i32x4_add(a, b))
         }
         #[inline(always)]
         fn to_f(self, a: V) -> V {
-            a.map(f32x4_convert_i32x4)
+            a.map(|a| f32x4_convert_i32x4(a))
         }
         #[inline(always)]
         fn bits_to_f(self, a: V) -> V {
@@ -263,11 +265,11 @@ mod wasm {
         }
         #[inline(always)]
         fn add_f(self, a: V, b: V) -> V {
-            both(a, b, f32x4_add)
+            both(a, b, |a, b| f32x4_add(a, b))
         }
         #[inline(always)]
         fn mul_f(self, a: V, b: V) -> V {
-            both(a, b, f32x4_mul)
+            both(a, b, |a, b| f32x4_mul(a, b))
         }
         #[inline(always)]
         fn load_half(self, from: &[u16; LANES]) -> V {
