@@ -267,3 +267,7 @@ fn check_complete(fields: &Fields, found: &Modules, arch: &Arch) -> Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+#[path = "adapter_tests.rs"]
+mod tests;

@@ -324,3 +324,7 @@ fn layer_types(fields: &Fields, types: &[Value], count: usize) -> Result<Vec<boo
         _ => Err(fields.wrong("layer_types", &format!("{count} times \"full_attention\" or \"sliding_attention\""))),
     }
 }
+
+#[cfg(test)]
+#[path = "config_tests.rs"]
+mod tests;

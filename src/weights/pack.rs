@@ -344,3 +344,7 @@ pub fn scale_format(scale: Float) -> Option<ScaleFormat> {
         Float::F32 => None,
     }
 }
+
+#[cfg(test)]
+#[path = "pack_tests.rs"]
+mod tests;

@@ -469,3 +469,7 @@ fn common_format<'a>(tensors: impl Iterator<Item = &'a Tensor> + Clone, role: Ro
         (None, _, _) => Format::F16,
     }
 }
+
+#[cfg(test)]
+#[path = "plan_tests.rs"]
+mod tests;
