@@ -15,7 +15,7 @@ use crate::weights::packed::Format;
 
 const CONTEXT: u32 = 64;
 
-fn load(gpu: &Gpu, tiny: &Tiny, precision: Precision) -> GpuModel {
+pub(super) fn load(gpu: &Gpu, tiny: &Tiny, precision: Precision) -> GpuModel {
     let program = tiny.program();
     let options = ModelOptions { context: CONTEXT, precision, checkpoint_is_f32: false };
     let mut model = GpuModel::new(gpu, program.clone(), options).unwrap();
@@ -24,21 +24,21 @@ fn load(gpu: &Gpu, tiny: &Tiny, precision: Precision) -> GpuModel {
     model
 }
 
-fn reference(tiny: &Tiny) -> Reference {
+pub(super) fn reference(tiny: &Tiny) -> Reference {
     let program = tiny.program();
     let mut model = Reference::new(program.clone(), CONTEXT);
     tiny.fill(&program, 5, &mut model);
     model
 }
 
-fn logits(model: &mut impl ModelCalls, plan: &CallPlan) -> Vec<Vec<f32>> {
+pub(super) fn logits(model: &mut impl ModelCalls, plan: &CallPlan) -> Vec<Vec<f32>> {
     let ticket = model.submit(plan).unwrap();
     block_on(model.answer(ticket)).unwrap();
     block_on(model.logits()).unwrap()
 }
 
 /// The largest difference over the range of the expected logits.
-fn distance(got: &[Vec<f32>], expected: &[Vec<f32>]) -> f32 {
+pub(super) fn distance(got: &[Vec<f32>], expected: &[Vec<f32>]) -> f32 {
     assert_eq!((got.len(), got[0].len()), (expected.len(), expected[0].len()));
     let all = || expected.iter().flatten().copied();
     let range = all().fold(f32::MIN, f32::max) - all().fold(f32::MAX, f32::min);
@@ -67,7 +67,7 @@ fn tinies() -> Vec<Tiny> {
 }
 
 /// A prompt, then a packed call: verify rows and a draft block.
-fn calls(tiny: &Tiny) -> Vec<CallPlan> {
+pub(super) fn calls(tiny: &Tiny) -> Vec<CallPlan> {
     let tokens = [3u32, 14, 15, 9, 26, 5, 35, 8, 9, 7, 9, 32];
     let prompt: Vec<Row> = tokens.iter().zip(0..).map(|(&t, p)| clean(t, p)).collect();
     let mut packed = vec![clean(11, 12), clean(12, 13), clean(13, 14)];
@@ -78,7 +78,7 @@ fn calls(tiny: &Tiny) -> Vec<CallPlan> {
 }
 
 #[test]
-fn logits_match_the_reference() {
+pub(super) fn logits_match_the_reference() {
     for plain in [true, false] {
         for (i, tiny) in tinies().iter().enumerate() {
             let mut expected = reference(tiny);

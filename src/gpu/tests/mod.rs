@@ -1,6 +1,8 @@
 //! The GPU backend against the f64 reference, on whatever adapter the machine has. A machine without one fails.
 
 mod forward;
+mod kernels;
+mod model;
 
 use std::sync::OnceLock;
 

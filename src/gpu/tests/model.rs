@@ -1,0 +1,143 @@
+//! What a loaded model promises beside its numbers: parts, calls in flight, counters, refusals.
+
+use pollster::block_on;
+
+use super::forward::{calls, distance, load, logits, reference};
+use super::gpu;
+use crate::cpu::testing::{Tiny, clean, plan};
+use crate::decode::plan::RowToken;
+use crate::decode::schedule::{ModelCalls, Ticket};
+use crate::error::Error;
+use crate::gpu::model::{GpuModel, ModelOptions, Precision};
+use crate::kernels::testing::Q4;
+use crate::weights::WeightSink;
+use crate::weights::packed::Format;
+
+const OPTIONS: ModelOptions = ModelOptions { context: 64, precision: Precision::Auto, checkpoint_is_f32: false };
+
+#[test]
+fn matrices_that_exceed_a_binding_are_split() {
+    // Table, head, gate_up and down all exceed two megabytes, with and without bias, adapter included.
+    let tiny = Tiny { hidden: 512, intermediate: 1100, vocab: 2700, bias: true, ..Tiny::new(Format::F32) };
+    let small = gpu(false).with_smaller_buffers(2 << 20);
+    let mut split = load(&small, &tiny, Precision::F32);
+    let mut whole = load(&gpu(false), &tiny, Precision::F32);
+    let mut expected = reference(&tiny);
+    for (i, mut call) in calls(&tiny).into_iter().enumerate() {
+        if i == 0 {
+            // Tokens of every part of the table.
+            let rows = [5u32, 1100, 2699, 2047, 2048].iter().zip(0..).map(|(&t, p)| clean(t, p)).collect();
+            call = plan(rows);
+        }
+        let (a, b, want) = (logits(&mut split, &call), logits(&mut whole, &call), logits(&mut expected, &call));
+        assert_eq!(a, b, "parts change no bit");
+        let d = distance(&a, &want);
+        assert!(d < 2e-5, "{d}");
+        assert!(split.counters().dispatches > whole.counters().dispatches + 4);
+        assert_eq!(split.counters().weight_bytes, whole.counters().weight_bytes);
+    }
+}
+
+#[test]
+fn dispatches_and_bytes_are_counted() {
+    let tiny = Tiny::new(Q4);
+    let mut model = load(&gpu(false), &tiny, Precision::Auto);
+    let [prompt, packed] = calls(&tiny).try_into().unwrap();
+    let program = tiny.program();
+    let bytes = |lora: bool| -> u64 {
+        let count = |m: &crate::model::program::MatrixSpec| {
+            let is_lora = m.role == crate::model::program::Role::Lora;
+            let format = if is_lora { Format::F16 } else { Q4 };
+            // B is bound whether its rows are there or not: one kernel for all calls keeps their bits the same.
+            let bound = lora || !m.label.ends_with("lora_A");
+            if bound { (m.n.next_multiple_of(8) * format.bytes_per_row(m.k)) as u64 } else { 0 }
+        };
+        program.matrices.iter().map(count).sum()
+    };
+    logits(&mut model, &prompt);
+    assert_eq!((model.counters().dispatches, model.counters().weight_bytes), (6 * 2 + 4, bytes(false)));
+    logits(&mut model, &packed);
+    assert_eq!((model.counters().dispatches, model.counters().weight_bytes), (10 * 2 + 4, bytes(true)));
+    assert!(bytes(true) > bytes(false));
+    let memory = model.memory();
+    let cache = 2 * (64 + 160) * 2 * 16 * 2; // per layer: K and V, slots, heads, dimensions, f16
+    assert_eq!(memory.kv_cache, 2 * cache);
+    assert!(memory.weights >= bytes(true) && memory.working > 0);
+}
+
+#[test]
+fn two_calls_may_be_in_flight() {
+    let tiny = Tiny::new(Q4);
+    let mut model = load(&gpu(false), &tiny, Precision::Auto);
+    let one = plan(vec![clean(3, 0), clean(4, 1)]);
+    let two = plan(vec![clean(5, 2)]);
+    let mut expected = Vec::new();
+    for call in [&one, &two] {
+        let ticket = model.submit(call).unwrap();
+        expected.push(block_on(model.answer(ticket)).unwrap());
+    }
+    let (a, b) = (model.submit(&one).unwrap(), model.submit(&two).unwrap());
+    assert!(matches!(model.submit(&two), Err(Error::Busy(_))));
+    assert_eq!(block_on(model.answer(b)).unwrap(), expected[1]);
+    let c = model.submit(&two).unwrap();
+    assert_eq!(block_on(model.answer(a)).unwrap(), expected[0]);
+    assert_eq!(block_on(model.answer(c)).unwrap(), expected[1]);
+    assert!(matches!(block_on(model.answer(c)), Err(Error::Internal(_))), "a ticket is asked for once");
+    assert!(matches!(block_on(model.answer(Ticket(99))), Err(Error::Internal(_))));
+}
+
+#[test]
+fn kernels_are_compiled_ahead_and_once() {
+    let tiny = Tiny::new(Q4);
+    let mut model = load(&gpu(false), &tiny, Precision::Auto);
+    let mut told = Vec::new();
+    block_on(model.prepare(&[1, 3], |done, all| told.push((done, all)))).unwrap();
+    let compiled = model.compiled_kernels();
+    assert_eq!(told.last(), Some(&(compiled, compiled)));
+    assert!(told.len() > 1 && told.windows(2).all(|w| w[1].0 == w[0].0 + 1));
+    logits(&mut model, &plan(vec![clean(1, 0)]));
+    logits(&mut model, &plan((0..3).map(|p| clean(p, p)).collect()));
+    assert_eq!(model.compiled_kernels(), compiled);
+    logits(&mut model, &plan((0..5).map(|p| clean(p, p)).collect()));
+    assert!(model.compiled_kernels() > compiled, "another width needs another kernel here");
+}
+
+#[test]
+fn what_cannot_run_is_refused_by_name() {
+    let said = |result: crate::Result<GpuModel>| result.map(|_| ()).unwrap_err();
+    let tiny = Tiny::new(Q4);
+    let refused = |program, options| said(GpuModel::new(&gpu(false), program, options));
+
+    let error = refused(tiny.program(), ModelOptions { context: 0, ..OPTIONS });
+    assert!(matches!(error, Error::InvalidOption(_)), "{error}");
+    let small = gpu(false).with_smaller_buffers(1 << 20);
+    let error = said(GpuModel::new(&small, tiny.program(), ModelOptions { context: 100_000, ..OPTIONS }));
+    assert!(
+        matches!(&error, Error::Unsupported(m) if m.contains("maxStorageBufferBindingSize") && m.contains("at most 8032 positions")),
+        "{error}"
+    );
+    // The context it names is one it takes, but for the rotary table, which is smaller.
+    GpuModel::new(&small, tiny.program(), ModelOptions { context: 8032, ..OPTIONS }).unwrap();
+
+    let mut program = tiny.program();
+    program.arch.head_dim = 258;
+    let error = refused(program, OPTIONS);
+    assert!(matches!(&error, Error::Unsupported(m) if m.contains("258")), "{error}");
+
+    // Weights that did not come.
+    let mut model = GpuModel::new(&gpu(false), tiny.program(), OPTIONS).unwrap();
+    model.vector(crate::model::program::VectorId(0), vec![0.0; 64]).unwrap();
+    assert!(matches!(block_on(model.ready()), Err(Error::Internal(_))));
+    assert!(matches!(model.vector(crate::model::program::VectorId(0), vec![0.0; 3]), Err(Error::Internal(_))));
+
+    // A bad call leaves the model as it was.
+    let mut model = load(&gpu(false), &tiny, Precision::Auto);
+    let good = plan(vec![clean(1, 0)]);
+    let before = logits(&mut model, &good);
+    let mut row = clean(1, 0);
+    row.token = RowToken::Id(50);
+    assert!(matches!(model.submit(&plan(vec![row])), Err(Error::InvalidOption(_))));
+    assert!(matches!(model.submit(&plan(vec![clean(1, 64)])), Err(Error::InvalidOption(_))));
+    assert!(matches!(model.submit(&plan(vec![])), Err(Error::InvalidOption(_))));
+    assert_eq!(logits(&mut model, &good), before);
+}
