@@ -1,64 +1,57 @@
-// y[r, o] = norm(r) * sum_k W[o, k] * input[r, k] (+ bias[o]) (+ lora_scale * sum_j B[o, j] * lora[r, segment(o) * rank + j])
+// y[r, o] = norm(r) * sum_k W[o, k] * input[r, k] (+ bias[o]) (+ scale * sum_j B[o, j] * lora[r, segment(o) * rank + j]),
+// then stored, added to the residual stream, or joined in pairs (SwiGLU). Twin: src/kernels/matmul.rs.
 //
+// | binding | name | access | meaning |
+// | --- | --- | --- | --- |
+// | 0 | params | uniform | sizes of this product (src/gpu/matmul.rs, Params) |
+// | 1 | call | uniform | the call's header: T, adapter rows, choosing rows (src/model/call_rows.rs) |
+// | 2 | weights | read | [n / 8 tiles][blocks][8 lanes] of 16 bytes (src/weights/packed.rs) |
+// | 3 | scales | read | [n / 8 tiles][groups][8 lanes] scale and bias; affine formats |
+// | 4 | input | read | [T, input_stride] f32 |
+// | 5 | norm_input | read | H [T, hidden_stride] f32; with norm |
+// | 6 | output | written | [rows, output_stride] f32 |
+// | 7 | vectors | read | biases and gains; with bias or residual |
+// | 8, 9 | lora_b, lora | read | B as weights are, [T, lora_stride] f32; with LoRA |
+// | 10 | hidden | read, written | H [T, hidden_stride] f32; with residual |
+//
+// At most 8 storage buffers in any variant, 16 KB of workgroup memory, 256 invocations: WebGPU's default limits.
+//
+// Grid: x chunks of R rows (fastest, so that those that read the same weights run together), then y and z chunks of
+// 8 * NO * COLUMNS outputs. A workgroup is COLUMNS slices of KL times 8 lanes. A thread owns output `lane` of NO tiles for
+// R rows: it loads a block of each tile, unpacks four weights at a time and multiplies them into all its rows, so that
+// neither memory nor unpacking grows with R; an input vector, once read, serves NO outputs. 8 lanes read 128 contiguous
+// bytes, KL k-lanes the 128 next to them.
+//
+// Row invariance. All sums are f32 and explicit fma. Block b belongs to k-lane b % KL (with KL = 1 to the only one), which
+// adds in rising k; partial sums are added in the order of the k-lanes. R, NO, COLUMNS and how inputs are read decide only
+// which thread does it, so a row's bits depend on KL alone, and KL is one number per device. Rows beyond the last repeat
+// it and are not written; the adapter is switched per row with select.
+//
+// Registers of a thread, counted: R * NO sums, 4 * NO weights, 4 * NO packed words, 2 * NO scales, 4 inputs and about ten
+// addresses: 86 for 8 x 4, 66 for 16 x 2. That leaves 23 warps on an NVIDIA SM (65536 registers), 11 waves on an RDNA2 SIMD
+// and 16 on RDNA3 (1024 and 1536 a lane); Xe compiles 8 x 4 as SIMD8 (128 a lane), 16 x 2 about fits SIMD16 (64). Twice as
+// many sums would halve the loads per fma but spill on Xe and Mali. A thread has R * NO independent fma chains, so latency
+// stays hidden at low occupancy. Loads per fma: an input vector serves 4 * NO of them, a block of q4 32 * R.
+
+// Rows and tiles of 8 outputs of a thread; slices and k-lanes of a workgroup; rows whose partial sums are in workgroup
+// memory at a time.
 const R: u32 = 4u; // variant
 const NO: u32 = 4u; // variant
 const COLUMNS: u32 = 1u; // variant
 const KL: u32 = 1u; // variant
 const PASS_ROWS: u32 = 4u; // variant
 
-struct Params {
-    n: u32,
-    blocks: u32,
-    groups: u32,
-    runs: u32,
-    run_blocks: u32,
-    runs_per_group: u32,
-    input_stride: u32,
-    output_stride: u32,
-    row_set: u32,
-    hidden: u32,
-    hidden_stride: u32,
-    eps: f32,
-    bias_at: u32,
-    gain_at: u32,
-    lora_blocks: u32,
-    lora_rank: u32,
-    lora_stride: u32,
-    lora_scale: f32,
-    lora_interleaved: u32,
-    segment_1: u32,
-    segment_2: u32,
-    pad_0: u32,
-    pad_1: u32,
-    pad_2: u32,
-}
-
-@group(0) @binding(0) var<uniform> params: Params;
-@group(0) @binding(1) var<uniform> call: array<vec4<u32>, 4>;
-@group(0) @binding(2) var<storage, read> weights: array<vec4<u32>>;
-@group(0) @binding(4) var<storage, read> input: array<vec4<f32>>;
-@group(0) @binding(6) var<storage, read_write> output: array<f32>;
+// include matmul/common.wgsl
 
 const WG: u32 = 8u * COLUMNS * KL;
 const SLICE: u32 = 8u * KL;
+const NORM_ROWS: u32 = R;
 const PASS: u32 = PASS_ROWS * NO;
 const_assert R % PASS_ROWS == 0u;
 const_assert R * SLICE <= WG * PASS;
 
 var<workgroup> partial: array<f32, WG * PASS>;
 var<workgroup> inverse_rms: array<f32, R>;
-
-fn dot4(w: vec4<f32>, x: vec4<f32>, sum: f32) -> f32 {
-    return fma(w.w, x.w, fma(w.z, x.z, fma(w.y, x.y, fma(w.x, x.x, sum))));
-}
-
-fn first_row() -> u32 {
-    return select(select(call[0].w, call[0].y, params.row_set == 1u), 0u, params.row_set == 0u);
-}
-
-fn end_row() -> u32 {
-    return select(select(call[1].x, call[0].z, params.row_set == 1u), call[0].x, params.row_set == 0u);
-}
 
 fn total(item: u32, slice: u32, lane: u32) -> f32 {
     var sum = partial[item * WG + slice * SLICE + lane];
@@ -75,10 +68,6 @@ fn total(item: u32, slice: u32, lane: u32) -> f32 {
 // include matmul/lora_none.wgsl as lora
 // include matmul/output_store.wgsl as output
 // include matmul/inputs_direct.wgsl as inputs
-
-fn segment(o: u32) -> u32 {
-    return select(0u, 1u, o >= params.segment_1) + select(0u, 1u, o >= params.segment_2);
-}
 
 fn product(li: u32, wg: vec3<u32>, grid: vec3<u32>, subgroup_lane: u32) {
     let lane = li % 8u;

@@ -1,4 +1,5 @@
-//! Matrix products: which compiled kernel a product uses, its parameters and its grid. The kernel is `shaders/matmul.wgsl`.
+//! Matrix products: which compiled kernel a product uses, its parameters and its grid. The kernels are `shaders/matmul.wgsl`
+//! and, for long inputs on GPUs, `shaders/matmul_prefill.wgsl`, which gives the same bits.
 
 use super::shader::{Setting, Value};
 use crate::model::program::{Arrangement, LoraB, RowSet};
@@ -18,13 +19,22 @@ pub struct Tile {
     pub k_lanes: u32,
     /// Subgroup lanes that hand each other the inputs (4 or 8); `None`: every thread reads its own.
     pub share: Option<u32>,
+    /// Whether weights and inputs are staged in workgroup memory: `shaders/matmul_prefill.wgsl`, whose tile is
+    /// [`Tile::staged`].
+    pub staged: bool,
 }
 
 impl Tile {
+    /// The tile of the staged kernel, which adds in the order of `k_lanes` k-lanes.
+    #[must_use]
+    pub fn staged(k_lanes: u32) -> Self {
+        Self { rows: 64, outputs: 1, columns: 8, k_lanes, share: None, staged: true }
+    }
+
     /// Invocations of a workgroup.
     #[must_use]
     pub fn invocations(self) -> u32 {
-        8 * self.columns * self.k_lanes
+        if self.staged { 128 } else { 8 * self.columns * self.k_lanes }
     }
 
     /// Outputs of a workgroup.
@@ -62,29 +72,48 @@ pub enum DeviceClass {
     Gpu,
 }
 
-/// The tile for `rows` rows on a device.
+/// K-lanes on GPUs: enough threads for one row of a small matrix, and a block or more for each of them in its inputs.
+const GPU_K_LANES: u32 = 8;
+
+/// Rows of a workgroup that kernels are compiled for: few, so that a new width seldom meets a new kernel.
+const ROWS: [u32; 8] = [1, 2, 3, 4, 6, 8, 12, 16];
+
+/// `rows` rows in as few equal chunks of at most `most` as will do: rows of a chunk, rounded up to one of [`ROWS`].
+fn chunk(rows: u32, most: u32) -> u32 {
+    let rows = rows.max(1);
+    let equal = rows.div_ceil(rows.div_ceil(most));
+    ROWS.into_iter().find(|&r| r >= equal).unwrap_or(most)
+}
+
+/// The tile for `rows` rows and `n` outputs on a device.
+///
+/// A software adapter pays for every lane of every load, so its tiles are as large as its compiler bears. A GPU's are
+/// bounded by registers: `rows * outputs` sums, `4 * outputs` weights and as many packed words stay live, 64 registers in
+/// all, which every vendor gives a thread at half occupancy or better; and by the number of workgroups a small `n` leaves
+/// to fill the device with.
 #[must_use]
-pub fn tile(class: DeviceClass, rows: u32) -> Tile {
+pub fn tile(class: DeviceClass, rows: u32, n: u32) -> Tile {
     match class {
         DeviceClass::Cpu { subgroup } => {
-            let chunks = rows.div_ceil(8).max(1);
-            let rows = rows.div_ceil(chunks).max(1);
-            let outputs = if rows <= 4 { 8 } else { 4 };
-            Tile { rows, outputs, columns: 2, k_lanes: 1, share: subgroup }
+            let rows = chunk(rows, 8);
+            let outputs = if rows > 4 && subgroup.is_some() { 4 } else { 8 };
+            let columns = if n >= 1024 { 2 } else { 1 };
+            Tile { rows, outputs, columns, k_lanes: 1, share: subgroup, staged: false }
         }
         DeviceClass::Gpu => {
-            let rows = match rows {
-                0..=2 => rows.max(1),
-                3..=4 => 4,
-                5..=8 => 8,
-                _ => 16,
+            const WORKGROUPS: u32 = 64;
+            // Where no more than a quarter of the staged kernel's rows would be idle.
+            if rows.next_multiple_of(64) * 3 <= rows * 4 {
+                return Tile::staged(GPU_K_LANES);
+            }
+            let most = match chunk(rows, 16) {
+                1..=2 | 12..=16 => 2,
+                _ => 4,
             };
-            let outputs = match rows {
-                1..=2 => 2,
-                4..=8 => 4,
-                _ => 2,
-            };
-            Tile { rows, outputs, columns: 1, k_lanes: 8, share: None }
+            let chunks = rows.max(1).div_ceil(chunk(rows, 16));
+            let fills = |outputs: &u32| n / (8 * outputs) * chunks >= WORKGROUPS;
+            let outputs = [4, 2].into_iter().filter(|&o| o <= most).find(fills).unwrap_or(1);
+            Tile { rows: chunk(rows, 16), outputs, columns: 1, k_lanes: GPU_K_LANES, share: None, staged: false }
         }
     }
 }
@@ -118,7 +147,13 @@ pub struct Variant {
 }
 
 impl Variant {
-    /// Settings of `shaders/matmul.wgsl`.
+    /// The kernel's file under `shaders/`.
+    #[must_use]
+    pub fn file(&self) -> &'static str {
+        if self.tile.staged { "matmul_prefill.wgsl" } else { "matmul.wgsl" }
+    }
+
+    /// Settings of [`Variant::file`].
     #[must_use]
     pub fn settings(&self) -> Vec<Setting> {
         let weights = match self.weight {
@@ -143,12 +178,16 @@ impl Variant {
             ("bias", Value::Text(if self.bias { "matmul/bias_add.wgsl" } else { "matmul/bias_none.wgsl" })),
             ("lora", Value::Text(lora)),
             ("output", Value::Text(output)),
-            ("R", Value::U32(self.tile.rows)),
-            ("NO", Value::U32(self.tile.outputs)),
-            ("COLUMNS", Value::U32(self.tile.columns)),
             ("KL", Value::U32(self.tile.k_lanes)),
-            ("PASS_ROWS", Value::U32(self.tile.pass_rows())),
         ];
+        if !self.tile.staged {
+            settings.extend([
+                ("R", Value::U32(self.tile.rows)),
+                ("NO", Value::U32(self.tile.outputs)),
+                ("COLUMNS", Value::U32(self.tile.columns)),
+                ("PASS_ROWS", Value::U32(self.tile.pass_rows())),
+            ]);
+        }
         match self.weight {
             Format::Affine { scale, .. } => settings.push((
                 "scale",
@@ -312,9 +351,9 @@ pub fn examples(formats: &[Format]) -> Vec<Variant> {
     let mut list = Vec::new();
     let cpu = |subgroup| DeviceClass::Cpu { subgroup };
     for class in [DeviceClass::Gpu, cpu(None), cpu(Some(4)), cpu(Some(8))] {
-        for rows in [1, 2, 3, 4, 5, 8, 16, 64] {
+        for (rows, n) in [(1, 64), (1, 4096), (2, 64), (3, 4096), (4, 64), (6, 64), (8, 4096), (11, 64), (16, 4096), (64, 64)] {
             for &weight in formats {
-                let tile = tile(class, rows);
+                let tile = tile(class, rows, n);
                 let lora = Some(if rows == 1 { Format::F32 } else { Format::F16 });
                 list.push(Variant { weight, norm: true, bias: true, lora, output: OutputKind::Store, tile });
                 list.push(Variant { weight, norm: false, bias: false, lora: None, output: OutputKind::Residual, tile });
@@ -327,3 +366,33 @@ pub fn examples(formats: &[Format]) -> Vec<Variant> {
 
 /// Outputs of a workgroup are whole tiles of the packed layout.
 const _: () = assert!(TILE == 8);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn grids_cover_everything_and_stay_within_limits() {
+        let cpu = |subgroup| DeviceClass::Cpu { subgroup };
+        for class in [DeviceClass::Gpu, cpu(None), cpu(Some(4)), cpu(Some(8))] {
+            let k_lanes = tile(class, 1, 64).k_lanes;
+            for rows in 1..=130 {
+                for n in [1, 8, 63, 576, 3072, 151_936, 5_000_000] {
+                    let tile = tile(class, rows, n);
+                    let [x, y, z] = tile.grid(rows, n);
+                    assert!(x * tile.rows >= rows && (x - 1) * tile.rows < rows, "{tile:?} {rows}");
+                    assert!(
+                        u64::from(y) * u64::from(z) * u64::from(tile.outputs_per_workgroup()) >= u64::from(n),
+                        "{tile:?} {n}"
+                    );
+                    assert!(x <= 65535 && y <= 65535 && z <= 65535);
+                    assert!(tile.invocations() <= 256 && (tile.staged || tile.rows * tile.outputs <= 64));
+                    assert_eq!(tile.k_lanes, k_lanes, "results would depend on the rows or on n");
+                    assert_eq!(tile.rows % tile.pass_rows(), 0);
+                }
+            }
+        }
+        assert_eq!([1, 5, 9, 13, 16, 17, 33, 64].map(|rows| chunk(rows, 16)), [1, 6, 12, 16, 16, 12, 12, 16]);
+        assert_eq!([1, 5, 9, 13, 16, 17, 64].map(|rows| chunk(rows, 8)), [1, 6, 6, 8, 8, 6, 8]);
+    }
+}

@@ -300,7 +300,7 @@ impl<'a> Builder<'a> {
             Output::Store(act) | Output::SwiGlu(act) => (act, None),
             Output::Residual { gain } => (Act::X, Some(gain)),
         };
-        let tile = matmul::tile(self.gpu.class(), 1);
+        let tile = matmul::tile(self.gpu.class(), 1, matrix.n as u32);
         let variant = matmul::Variant {
             weight: without_group(matrix.format),
             norm: op.norm,
@@ -405,6 +405,6 @@ fn without_group(format: Format) -> Format {
 
 /// The pipeline for a product over `rows` rows, and its grid.
 pub(super) fn product_for(class: DeviceClass, variant: &matmul::Variant, n: u32, rows: u32) -> (matmul::Variant, [u32; 3]) {
-    let tile = matmul::tile(class, rows);
+    let tile = matmul::tile(class, rows, n);
     (matmul::Variant { tile, ..*variant }, tile.grid(rows, n))
 }

@@ -169,7 +169,7 @@ pub fn product(variant: &matmul::Variant) -> Kernel {
         (*binding as u32, access)
     };
     Kernel {
-        file: "matmul.wgsl",
+        file: variant.file(),
         settings: variant.settings(),
         bindings: variant.bindings().iter().map(access).collect(),
         invocations: variant.tile.invocations(),
@@ -196,8 +196,10 @@ files!(
     "attention.wgsl",
     "embed.wgsl",
     "matmul.wgsl",
+    "matmul_prefill.wgsl",
     "matmul/bias_add.wgsl",
     "matmul/bias_none.wgsl",
+    "matmul/common.wgsl",
     "matmul/inputs_direct.wgsl",
     "matmul/inputs_shuffle.wgsl",
     "matmul/lora_f16.wgsl",
@@ -246,7 +248,7 @@ pub fn all() -> Vec<Kernel> {
         }
         list.extend([argmax(subgroups), argmax_merge(subgroups)]);
     }
-    list.extend(matmul::examples(&formats).iter().filter(|v| v.tile.rows <= 2).map(product));
+    list.extend(matmul::examples(&formats).iter().filter(|v| v.tile.rows <= 2 || v.tile.staged).map(product));
     list
 }
 

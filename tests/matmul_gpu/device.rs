@@ -15,7 +15,7 @@ fn shader_file(path: &str) -> Option<&'static str> {
 
 /// The text of a variant's module.
 pub fn module_text(variant: &Variant) -> String {
-    shader::link("matmul.wgsl", &variant.settings(), Header::default(), &shader_file).expect("the variant links")
+    shader::link(variant.file(), &variant.settings(), Header::default(), &shader_file).expect("the variant links")
 }
 
 pub struct Rig {

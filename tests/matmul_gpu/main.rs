@@ -54,7 +54,7 @@ impl Problem {
         rows: RowSet,
     ) -> Self {
         let mut random = Random(n as u64 * 131 + k as u64);
-        let t = 19;
+        let t = if n > 64 { 70 } else { 19 };
         let weight = matrix(format, n, k, &mut random);
         let arrangement = if output == OutputKind::SwiGlu { Arrangement::Interleaved } else { Arrangement::Stacked };
         let lora_b = lora.map(|f| {
@@ -69,7 +69,7 @@ impl Problem {
             hidden[r * hidden_stride + k.max(n)..(r + 1) * hidden_stride].fill(0.0);
         }
         let mut inner = random.values(t * 64);
-        let adapter = 5..17;
+        let adapter = 5..t - 2;
         for r in (0..t).filter(|r| !adapter.contains(r)) {
             inner[r * 64..(r + 1) * 64].fill(f32::NAN); // stale
         }
@@ -233,6 +233,8 @@ fn problems() -> Vec<(&'static str, Problem)> {
     let (half, brain) = (ScaleFormat::F16, ScaleFormat::Bf16);
     vec![
         ("q4 g64 norm store", Problem::new(affine(4, 64, half), 43, 576, None, true, false, Store, Choose)),
+        // More rows and outputs than a workgroup of any tile has.
+        ("q4 g32 swiglu, large", Problem::new(affine(4, 32, half), 140, 288, Some(Format::F16), true, false, SwiGlu, All)),
         ("q4 g32 bf16 residual", Problem::new(affine(4, 32, brain), 30, 96, Some(Format::F32), false, true, Residual, All)),
         ("q4 g128 swiglu", Problem::new(affine(4, 128, half), 36, 160, Some(Format::F16), true, true, SwiGlu, All)),
         ("q8 g64 swiglu", Problem::new(affine(8, 64, brain), 20, 64, None, true, false, SwiGlu, All)),
@@ -244,12 +246,13 @@ fn problems() -> Vec<(&'static str, Problem)> {
 }
 
 fn tiles(class: DeviceClass) -> Vec<(&'static str, Vec<Tile>)> {
-    let of = |rows, outputs, columns, k_lanes, share| Tile { rows, outputs, columns, k_lanes, share };
+    let of = |rows, outputs, columns, k_lanes, share| Tile { rows, outputs, columns, k_lanes, share, staged: false };
     let mut k1: Vec<Tile> = vec![of(1, 4, 1, 1, None), of(3, 2, 2, 1, None), of(8, 1, 1, 1, None)];
     if let DeviceClass::Cpu { subgroup: Some(_) } = class {
-        k1.extend([tile(class, 1), tile(class, 2), tile(class, 19)]);
+        k1.extend([tile(class, 1, 64), tile(class, 2, 2048), tile(class, 19, 64)]);
     }
-    let gpu = [1, 2, 4, 8, 16].map(|rows| tile(DeviceClass::Gpu, rows)).to_vec();
+    let gpu = [(1, 64), (3, 4096), (8, 64), (13, 4096), (64, 64)].map(|(rows, n)| tile(DeviceClass::Gpu, rows, n)).to_vec();
+    assert!(gpu.iter().any(|t| t.staged));
     vec![("one k-lane", k1), ("eight k-lanes", gpu)]
 }
 
@@ -274,7 +277,7 @@ fn a_row_does_not_depend_on_its_neighbours_or_on_the_tile() {
     for (name, problem) in problems() {
         let (_, hidden_stride, output_stride) = problem.strides();
         for (kind, tiles) in tiles(rig.class) {
-            let alone: Vec<_> = [5, 12].map(|r| (r, problem.alone(r).run(&mut rig, tiles[0]))).to_vec();
+            let alone: Vec<_> = [5, problem.covered().end - 1].map(|r| (r, problem.alone(r).run(&mut rig, tiles[0]))).to_vec();
             for &tile in &tiles {
                 let wide = problem.run(&mut rig, tile);
                 for (r, alone) in &alone {
@@ -300,7 +303,7 @@ fn a_row_does_not_depend_on_its_neighbours_or_on_the_tile() {
 #[test]
 fn the_judges_see_a_perturbation() {
     let mut rig = RIG.lock().unwrap_or_else(PoisonError::into_inner);
-    let tile = tile(DeviceClass::Cpu { subgroup: None }, 4);
+    let tile = tile(DeviceClass::Cpu { subgroup: None }, 4, 64);
     let base = || Problem::new(Format::F32, 25, 70, Some(Format::F32), true, false, OutputKind::Store, RowSet::All);
     let (expected, _) = base().expected();
     let mut changed = base();
@@ -341,6 +344,7 @@ fn check(variant: &Variant) {
     let info = naga::valid::Validator::new(naga::valid::ValidationFlags::all(), naga::valid::Capabilities::all())
         .validate(&module)
         .unwrap_or_else(|e| panic!("{variant:?}: {}", e.emit_to_string(&text)));
+    check_params(&module);
     let size = module.entry_points[0].workgroup_size;
     assert_eq!(size, [variant.tile.invocations(), 1, 1]);
     assert!(size[0] <= 256, "{variant:?}");
@@ -359,4 +363,39 @@ fn check(variant: &Variant) {
     let mut named: Vec<u32> = variant.bindings().into_iter().map(|b| b as u32).collect();
     (bindings.sort_unstable(), named.sort_unstable());
     assert_eq!(bindings, named, "{variant:?}");
+}
+
+/// The shader's parameters lie where Rust writes them.
+fn check_params(module: &naga::Module) {
+    macro_rules! fields {
+        ($($field:ident),*) => { [$((stringify!($field), std::mem::offset_of!(Params, $field))),*] };
+    }
+    let expected = fields!(
+        n,
+        blocks,
+        groups,
+        runs,
+        run_blocks,
+        runs_per_group,
+        input_stride,
+        output_stride,
+        row_set,
+        hidden,
+        hidden_stride,
+        eps,
+        bias_at,
+        gain_at,
+        lora_blocks,
+        lora_rank,
+        lora_stride,
+        lora_scale,
+        lora_interleaved,
+        segment_1,
+        segment_2
+    );
+    let (_, found) = module.types.iter().find(|(_, ty)| ty.name.as_deref() == Some("Params")).expect("Params is declared");
+    let naga::TypeInner::Struct { members, span } = &found.inner else { panic!("Params is a struct") };
+    assert_eq!(*span as usize, size_of::<Params>());
+    let named = members.iter().map(|m| (m.name.as_deref().unwrap_or(""), m.offset as usize));
+    assert_eq!(named.take(expected.len()).collect::<Vec<_>>(), expected);
 }
