@@ -126,6 +126,8 @@ pub struct Generated {
     pub finish_reason: FinishReason,
     /// The schedule that ran.
     pub schedule: ScheduleKind,
+    /// Why it was taken.
+    pub schedule_reason: String,
     /// Tokens in the prompt.
     pub prompt_tokens: usize,
     /// Calls and rows.
@@ -161,6 +163,7 @@ impl Generated {
             "text": self.text,
             "finish_reason": self.finish_reason.name(),
             "schedule": self.schedule.to_string(),
+            "schedule_reason": self.schedule_reason,
             "prompt_tokens": self.prompt_tokens,
             "calls": self.counts.calls(),
             "rows": self.counts.rows(),
@@ -210,7 +213,11 @@ impl Model {
         let prompt = self.encode(&request.prompt)?;
         let mut timings = Timings { tokenize: ms(begun), ..Timings::default() };
 
-        let options = schedule_options(request)?;
+        let asked = schedule_options(request)?;
+        let (options, reason) = match asked == ScheduleOptions::default() {
+            true => (self.default.options, self.default.reason.clone()),
+            false => (asked, "asked for".to_owned()),
+        };
         let geometry = self.calls.geometry();
         let schedule = options.resolve(self.program.draft, &geometry)?.kind();
         let rules =
@@ -263,6 +270,7 @@ impl Model {
             text: answer.text.map(|(_, whole)| whole),
             finish_reason,
             schedule,
+            schedule_reason: reason,
             prompt_tokens: prompt.len(),
             counts: generation.counts().clone(),
             timings,

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use super::Model;
 use super::calls::Calls;
 use crate::decode::schedule::ModelCalls;
-use crate::decode::{ScheduleOptions, options::Resolved};
+use crate::decode::options::Resolved;
 use crate::error::Result;
 use crate::gpu::{GpuInfo, GpuModel};
 use crate::model::load::Checkpoint;
@@ -73,9 +73,10 @@ impl Model {
         let slots = u64::from(geometry.context + geometry.scratch);
         let value = if self.facts.half_cache { 2 } else { 4 };
         let kv_bytes = 2 * slots * (arch.layers.len() * arch.kv_size() * value) as u64;
+        let default = self.default.options.resolve(self.program.draft, &geometry).ok();
         let drafter = self.program.draft.map(|rules| {
-            let widths = match ScheduleOptions::default().resolve(Some(rules), &geometry) {
-                Ok(Resolved::Drafting { verify_width, draft_width, .. }) => json!({ "verify": verify_width, "draft": draft_width }),
+            let widths = match default {
+                Some(Resolved::Drafting { verify_width, draft_width, .. }) => json!({ "verify": verify_width, "draft": draft_width }),
                 _ => Value::Null,
             };
             json!({ "adapter": self.facts.has_adapter, "logit_shift": rules.logit_shift, "default_widths": widths })
@@ -101,6 +102,8 @@ impl Model {
             "matrix_formats": formats,
             "kv_precision": if self.facts.half_cache { "f16" } else { "f32" },
             "drafter": drafter,
+            "default_schedule": default.map(|resolved| resolved.kind().to_string()),
+            "default_schedule_reason": self.default.reason,
             "tokenizer": self.tokenizer.is_some(),
             "chat_template": self.template.is_some(),
             "context_length": self.facts.context,

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::Model;
+use super::{Model, choose};
 use super::calls::Calls;
 use super::info::Facts;
 use crate::cpu::reference::Reference;
@@ -207,9 +207,12 @@ impl Model {
             .await?;
             stopped?;
         }
-        tell(LoadEvent { phase: Phase::Ready, done: 1, total: 1 })?;
         let facts = Facts::new(&checkpoint, &calls, context, half_cache, reason);
-        Ok(Self { calls, program: checkpoint.program, tokenizer, template, end_ids, facts })
+        let default = choose::Default::unmeasured(checkpoint.program.draft.is_some());
+        let mut model = Self { calls, program: checkpoint.program, tokenizer, template, end_ids, facts, default };
+        model.default = model.choose_default().await?;
+        tell(LoadEvent { phase: Phase::Ready, done: 1, total: 1 })?;
+        Ok(model)
     }
 }
 

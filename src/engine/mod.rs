@@ -3,6 +3,7 @@
 //! Everything a caller of the crate needs is here: [`Model::load`], [`Model::generate`], [`Model::logits`], [`Model::info`].
 
 mod calls;
+mod choose;
 mod generate;
 mod info;
 mod load;
@@ -33,6 +34,7 @@ pub struct Model {
     /// Ids that end a text: of the config, the generation config and the tokenizer.
     end_ids: Vec<u32>,
     facts: info::Facts,
+    default: choose::Default,
 }
 
 impl std::fmt::Debug for Model {
