@@ -27,6 +27,13 @@ impl Lines {
         Ok(if half { Self::F16(allocate(len)?) } else { Self::F32(allocate(len)?) })
     }
 
+    fn get(&self, line: usize, lane: usize) -> f32 {
+        match self {
+            Self::F16(lines) => f16::from_bits(lines[line].0[lane]).to_f32(),
+            Self::F32(lines) => lines[line].0[lane],
+        }
+    }
+
     fn set(&mut self, line: usize, lane: usize, value: f32) {
         match self {
             Self::F16(lines) => {
@@ -68,6 +75,27 @@ impl LayerCache {
     /// A slot's place: scratch slots move up to the next whole block.
     fn place(&self, slot: usize) -> usize {
         if slot < self.context { slot } else { slot - self.context + self.context.next_multiple_of(LANES) }
+    }
+
+    /// Where key dimension `d` and value dimension `d` of head `h` lie for a slot's place: lines and lanes.
+    fn at(&self, place: usize, h: usize, d: usize) -> [(usize, usize); 2] {
+        let (dim, columns) = (self.heads.dim, self.heads.dim.div_ceil(LANES));
+        let key = (h * self.blocks + place / LANES) * dim + d;
+        let value = (h * columns + d / LANES) * self.blocks * LANES + place;
+        [(key, place % LANES), (value, d % LANES)]
+    }
+
+    /// Keys and values of all slots, the scratch slots last: `[slots, Hkv Dh]` each.
+    pub fn read(&self, scratch: usize) -> (Vec<f32>, Vec<f32>) {
+        let dimensions = || (0..self.heads.key_value).flat_map(|h| (0..self.heads.dim).map(move |d| (h, d)));
+        let places = (0..self.context + scratch).map(|slot| self.place(slot));
+        places
+            .flat_map(|place| dimensions().map(move |(h, d)| (place, h, d)))
+            .map(|(place, h, d)| {
+                let [key, value] = self.at(place, h, d);
+                (self.keys.get(key.0, key.1), self.values.get(value.0, value.1))
+            })
+            .unzip()
     }
 
     /// Stores a slot's key and value `[Hkv Dh]`.

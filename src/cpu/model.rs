@@ -128,6 +128,13 @@ impl CpuModel {
         self.matrices.iter().flatten().map(Matrix::bytes).sum()
     }
 
+    /// A layer's keys and values as `[slots, Hkv Dh]` each, scratch slots last, for comparing with other backends; empty
+    /// before the first call and for a layer the model does not have.
+    #[must_use]
+    pub fn cache(&self, layer: usize) -> (Vec<f32>, Vec<f32>) {
+        self.layers.get(layer).map_or_else(Default::default, |cache| cache.read(self.geometry.scratch as usize))
+    }
+
     fn heads(&self) -> Heads {
         let arch = &self.program.arch;
         Heads { query: arch.num_attention_heads, key_value: arch.num_key_value_heads, dim: arch.head_dim }

@@ -1,7 +1,8 @@
 //! Raw head outputs for given tokens: what golden vectors are compared with.
 
 use super::Model;
-use crate::decode::plan::{CallKind, CallPlan, Keep, Row, RowToken, Sees};
+use super::probe::causal_call;
+use crate::decode::plan::{CallKind, CallPlan};
 use crate::decode::schedule::ModelCalls;
 use crate::decode::draft_rows;
 use crate::error::{Error, Result};
@@ -37,8 +38,8 @@ impl Model {
         let rows = ROWS.min(geometry.max_choose);
         let mut causal = Vec::with_capacity(tokens.len());
         for (chunk, ids) in tokens.chunks(rows).enumerate() {
-            let plan = causal_rows(CallKind::Prefill, (chunk * rows) as u32, ids);
-            causal.extend(self.raw(&plan).await?);
+            let plan = causal_call(CallKind::Prefill, (chunk * rows) as u32, ids);
+            causal.extend(self.run_plan(&plan).await?);
         }
         let draft = match draft_width {
             None => None,
@@ -55,36 +56,9 @@ impl Model {
                 };
                 let rows = draft_rows(rules, (tokens.len() - 1) as u32, anchor, width as u32);
                 let plan = CallPlan::new(CallKind::Decode, rows);
-                Some(self.raw(&plan).await?)
+                Some(self.run_plan(&plan).await?)
             }
         };
         Ok(Logits { causal, draft })
     }
-
-    /// Runs a plan and reads back its choosing rows' logits in the order the rows were pushed.
-    pub(super) async fn raw(&mut self, plan: &CallPlan) -> Result<Vec<Vec<f32>>> {
-        let ticket = self.calls.submit(plan)?;
-        self.calls.answer(ticket).await?;
-        let mut rows: Vec<_> = plan.choose().filter_map(|device| plan.row_id(device)).zip(self.calls.logits().await?).collect();
-        rows.sort_by_key(|(id, _)| *id);
-        Ok(rows.into_iter().map(|(_, logits)| logits).collect())
-    }
-}
-
-/// Causal rows that all choose, `ids[0]` at `position`.
-pub(super) fn causal_list(position: u32, ids: &[u32]) -> Vec<Row> {
-    let row = |(position, &id): (u32, &u32)| Row {
-        token: RowToken::Id(id),
-        position,
-        adapter: false,
-        keep: Keep::Cache(position),
-        sees: Sees { cache: 0..position + 1, scratch: 0..0 },
-        choose: true,
-    };
-    (position..).zip(ids).map(row).collect()
-}
-
-/// A call of [`causal_list`].
-pub(super) fn causal_rows(kind: CallKind, position: u32, ids: &[u32]) -> CallPlan {
-    CallPlan::new(kind, causal_list(position, ids))
 }

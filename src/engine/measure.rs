@@ -4,11 +4,12 @@ use serde_json::{Value, json};
 use web_time::Instant;
 
 use super::Model;
-use super::logits::{causal_list, causal_rows};
+use super::probe::{causal_call, causal_rows, run_plan};
 use crate::decode::draft_rows;
 use crate::decode::plan::{CallKind, CallPlan};
 use crate::decode::schedule::ModelCalls;
 use crate::error::{Error, Result};
+use crate::model::arch::DraftRules;
 
 /// The time of calls with some number of rows.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -25,51 +26,12 @@ pub struct RowTiming {
 const PREFIX: u32 = 24;
 
 impl Model {
-    /// Compares, bit for bit, the logits of a causal row that is alone in its call with those of the same row in wider
-    /// calls, draft rows among them. Lossless decoding rests on their being equal on this device.
+    /// [`row_invariance`] of this model on this device.
     ///
     /// # Errors
-    /// Failures of the device.
+    /// As there.
     pub async fn row_invariance(&mut self) -> Result<bool> {
-        let geometry = self.calls.geometry();
-        let vocab = geometry.vocab_size as u32;
-        let prefix = PREFIX.min(geometry.context / 2).max(1);
-        let token = |position: u32| (position.wrapping_mul(7919) + 13) % vocab.max(1);
-        let ids: Vec<u32> = (0..prefix + 6).map(token).collect();
-        let (head, tail) = ids.split_at(prefix as usize);
-        self.raw(&causal_rows(CallKind::Prefill, 0, head)).await?;
-        if geometry.context < prefix + 6 {
-            return Err(Error::InvalidOption(format!("a context of {} is too short for the self-test", geometry.context)));
-        }
-        let mut alone = Vec::new();
-        for (position, id) in (prefix..).zip(tail) {
-            alone.extend(self.raw(&causal_rows(CallKind::Decode, position, std::slice::from_ref(id))).await?);
-        }
-        let same = |a: &[Vec<f32>], b: &[Vec<f32>]| {
-            a.len() == b.len()
-                && a.iter().zip(b).all(|(a, b)| a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits()))
-        };
-        // The head of each list is compared: what rides behind it must not matter.
-        let mut plans: Vec<(usize, CallPlan)> =
-            (2..=tail.len()).map(|m| (m, causal_rows(CallKind::Decode, prefix, tail.get(..m).unwrap_or(tail)))).collect();
-        if let Some(rules) = self.program.draft {
-            for (m, width) in [(1, 3), (2, 7), (5, 7), (5, 11)] {
-                let ids = tail.get(..m).unwrap_or(tail);
-                let mut rows = causal_list(prefix, ids);
-                rows.extend(draft_rows(rules, prefix, ids.first().copied().unwrap_or(0), width));
-                plans.push((m, CallPlan::new(CallKind::Decode, rows)));
-            }
-        }
-        for (m, plan) in plans {
-            let together = self.raw(&plan).await?;
-            let (Some(wide), Some(alone)) = (together.get(..m), alone.get(..m)) else {
-                return Err(Error::Internal("the self-test read back too few rows".into()));
-            };
-            if !same(wide, alone) {
-                return Ok(false);
-            }
-        }
-        Ok(true)
+        row_invariance(&mut self.calls, self.program.draft).await
     }
 
     /// Times decode calls of `rows` causal rows each behind a short prefix; every round visits all row counts, so that a
@@ -86,12 +48,12 @@ impl Model {
         }
         let token = |position: u32| (position.wrapping_mul(7919) + 13) % vocab.max(1);
         let head: Vec<u32> = (0..PREFIX).map(token).collect();
-        self.raw(&causal_rows(CallKind::Prefill, 0, &head)).await?;
+        self.run_plan(&causal_call(CallKind::Prefill, 0, &head)).await?;
         let plans: Vec<_> = rows
             .iter()
             .map(|&rows| {
                 let ids: Vec<u32> = (PREFIX..PREFIX + rows as u32).map(token).collect();
-                causal_rows(CallKind::Decode, PREFIX, &ids)
+                causal_call(CallKind::Decode, PREFIX, &ids)
             })
             .collect();
         let mut times = vec![Vec::with_capacity(rounds); plans.len()];
@@ -144,4 +106,51 @@ impl Model {
             .collect();
         Ok(json!({ "backend": self.facts.backend_name(), "weight_bytes": self.facts.weight_bytes, "calls": table }))
     }
+}
+
+/// Compares, bit for bit, the logits of a causal row that is alone in its call with those of the same row in wider
+/// calls, draft rows among them. Lossless decoding rests on their being equal on this device.
+///
+/// # Errors
+/// Failures of the device.
+pub async fn row_invariance(calls: &mut impl ModelCalls, rules: Option<DraftRules>) -> Result<bool> {
+    let geometry = calls.geometry();
+    let vocab = geometry.vocab_size as u32;
+    let prefix = PREFIX.min(geometry.context / 2).max(1);
+    let token = |position: u32| (position.wrapping_mul(7919) + 13) % vocab.max(1);
+    let ids: Vec<u32> = (0..prefix + 6).map(token).collect();
+    let (head, tail) = ids.split_at(prefix as usize);
+    run_plan(calls, &causal_call(CallKind::Prefill, 0, head)).await?;
+    if geometry.context < prefix + 6 {
+        return Err(Error::InvalidOption(format!("a context of {} is too short for the self-test", geometry.context)));
+    }
+    let mut alone = Vec::new();
+    for (position, id) in (prefix..).zip(tail) {
+        alone.extend(run_plan(calls, &causal_call(CallKind::Decode, position, std::slice::from_ref(id))).await?);
+    }
+    let same = |a: &[Vec<f32>], b: &[Vec<f32>]| {
+        a.len() == b.len()
+            && a.iter().zip(b).all(|(a, b)| a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits()))
+    };
+    // The head of each list is compared: what rides behind it must not matter.
+    let mut plans: Vec<(usize, CallPlan)> =
+        (2..=tail.len()).map(|m| (m, causal_call(CallKind::Decode, prefix, tail.get(..m).unwrap_or(tail)))).collect();
+    if let Some(rules) = rules {
+        for (m, width) in [(1, 3), (2, 7), (5, 7), (5, 11)] {
+            let ids = tail.get(..m).unwrap_or(tail);
+            let mut rows = causal_rows(prefix, ids);
+            rows.extend(draft_rows(rules, prefix, ids.first().copied().unwrap_or(0), width));
+            plans.push((m, CallPlan::new(CallKind::Decode, rows)));
+        }
+    }
+    for (m, plan) in plans {
+        let together = run_plan(calls, &plan).await?;
+        let (Some(wide), Some(alone)) = (together.get(..m), alone.get(..m)) else {
+            return Err(Error::Internal("the self-test read back too few rows".into()));
+        };
+        if !same(wide, alone) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }

@@ -9,11 +9,13 @@ mod info;
 mod load;
 mod logits;
 mod measure;
+mod probe;
 
 pub use generate::{Generate, Generated, Part, Piece, Prompt, Timings};
 pub use load::{Backend, LoadEvent, LoadOptions, Phase, Precision, Quantize};
 pub use logits::Logits;
-pub use measure::RowTiming;
+pub use measure::{RowTiming, row_invariance};
+pub use probe::{LayerKeyValues, causal_rows, run_plan};
 
 pub use crate::model::load::{AdapterFrom, Sources};
 
