@@ -1,0 +1,236 @@
+//! Forward passes and greedy texts against the golden vectors, on every backend.
+//!
+//! Errors are given over the range of the truth's logits (keys and values: over their own range). The bounds:
+//!
+//! | backend | storage | bound | why |
+//! | --- | --- | --- | --- |
+//! | reference | f64 | 1e-6 | the truth is stored as f32, logits are read as f32 |
+//! | gpu, cpu | f32 K/V | 1e-4 | sums of f32 in another order; on the CPU also 16-bit inputs of quantised products |
+//! | gpu, cpu | f16 K/V | 3e-3 | keys and values have 11 bits |
+
+mod checkpoints;
+
+use std::collections::BTreeMap;
+
+use checkpoints::{BACKENDS, GOLDEN, Golden, distance, golden_folder, ids, load, regrets};
+use forecall::decode::plan::{CallKind, CallPlan, Keep, Row};
+use forecall::decode::{CallCount, ScheduleKind, draft_rows};
+use forecall::engine::{Backend, Generate, Model, Precision, Prompt, causal_rows};
+use pollster::block_on;
+
+const EXACT: f32 = 1e-6;
+const SINGLE: f32 = 1e-4;
+const HALF_CACHE: f32 = 3e-3;
+
+fn is_f32(checkpoint: &str) -> bool {
+    matches!(checkpoint, "tiny-llama" | "tiny-llama-tied")
+}
+
+fn bound(checkpoint: &str, backend: Backend, precision: Precision) -> f32 {
+    match backend {
+        Backend::Reference => EXACT,
+        _ if is_f32(checkpoint) || precision == Precision::F32 => SINGLE,
+        _ => HALF_CACHE,
+    }
+}
+
+/// Everything the truth has a tensor for, as the model computes it: tensor name to values.
+fn outputs(model: &mut Model, golden: &Golden) -> BTreeMap<String, Vec<f32>> {
+    let (prompt, draft) = (ids(&golden.json["prompt"]), ids(&golden.json["draft"]));
+    let rules = model.draft_rules().expect("golden checkpoints have draft adapters");
+    let (&pending, before) = prompt.split_last().unwrap();
+    let n = before.len() as u32;
+    let mut out = BTreeMap::new();
+    let causal = block_on(model.logits(&prompt, Some(7))).unwrap();
+    out.insert("causal.logits".into(), causal.causal.concat());
+    out.insert("draft.w7.logits".into(), causal.draft.unwrap().concat());
+    let w3 = block_on(model.logits(&prompt, Some(3))).unwrap();
+    out.insert("draft.w3.logits".into(), w3.draft.unwrap().concat());
+    for (name, keys) in [("causal.keys", true), ("causal.values", false)] {
+        let mut all = Vec::new();
+        for layer in 0..model.layers() {
+            let cache = block_on(model.kv_cache(layer)).unwrap();
+            let per_layer: usize = golden.tensor(name).shape[1..].iter().product();
+            let values = if keys { cache.keys } else { cache.values };
+            all.extend(values.iter().take(per_layer).map(|&v| v as f32));
+        }
+        out.insert(name.into(), all);
+    }
+    let mut call = |rows: Vec<Row>| block_on(model.run_plan(&CallPlan::new(CallKind::Decode, rows))).unwrap().concat();
+    let without_adapter = draft_rows(rules, n, pending, 7).into_iter().map(|row| Row { adapter: false, ..row });
+    out.insert("draft_without_adapter.w7.logits".into(), call(without_adapter.collect()));
+    let verify: Vec<u32> = std::iter::once(pending).chain(draft.iter().copied()).collect();
+    let mut rows = causal_rows(n, &verify);
+    rows.extend(draft_rows(rules, n, pending, 7));
+    out.insert("packed.logits".into(), call(rows.clone()));
+    rows.extend(draft_rows(rules, n + 2, verify[2], 7).into_iter().map(|row| moved(row, 8)));
+    out.insert("anchored.logits".into(), call(rows));
+    out
+}
+
+/// A draft row whose block begins `by` scratch slots further.
+fn moved(mut row: Row, by: u32) -> Row {
+    if let Keep::Scratch(slot) = &mut row.keep {
+        *slot += by;
+    }
+    row.sees.scratch = row.sees.scratch.start + by..row.sees.scratch.end + by;
+    row
+}
+
+/// The range that errors in a tensor are measured in.
+fn range(golden: &Golden, name: &str) -> f32 {
+    if name.ends_with("logits") {
+        return golden.logit_range();
+    }
+    let values = &golden.tensor(name).values;
+    values.iter().copied().fold(f32::MIN, f32::max) - values.iter().copied().fold(f32::MAX, f32::min)
+}
+
+/// One backend and precision against the truth; returns the largest error of the logits.
+fn compare(checkpoint: &str, (name, backend): (&str, Backend), precision: Precision) -> f32 {
+    let golden = Golden::read(checkpoint);
+    let mut model = load(&golden_folder(checkpoint), backend, precision, None);
+    let bound = bound(checkpoint, backend, precision);
+    let outputs = outputs(&mut model, &golden);
+    assert_eq!(outputs.len(), 8);
+    let mut worst = 0f32;
+    let mut line = format!("{checkpoint:20} {name:10} {precision:?}: bound {bound:.0e},");
+    for (tensor, got) in &outputs {
+        let (truth, range) = (&golden.tensor(tensor).values, range(&golden, tensor));
+        let error = distance(got, truth, range);
+        line += &format!(" {tensor} {error:.1e}");
+        assert!(error < bound, "{line}: over the bound");
+        // Controls: a value off by twice the bound is noticed, and so are a missing and an undefined one.
+        let mut off = truth.clone();
+        let middle = off.len() / 2;
+        off[middle] += 2.0 * bound * range;
+        assert!(distance(got, &off, range) > bound);
+        off[middle] = f32::NAN;
+        assert!(distance(got, &off, range) > bound);
+        assert!(distance(&got[1..], truth, range) > bound);
+        if tensor.ends_with("logits") {
+            worst = worst.max(error);
+        }
+    }
+    println!("{line}");
+    // Controls: an adapter that is off, and a draft block of another width, are told apart.
+    let range = golden.logit_range();
+    let with = &outputs["draft.w7.logits"];
+    assert!(distance(with, &golden.tensor("draft_without_adapter.w7.logits").values, range) > bound);
+    let w3 = &golden.tensor("draft.w3.logits").values;
+    assert!(distance(&with[..w3.len()], w3, range) > bound);
+    texts(checkpoint, &mut model, &golden, worst);
+    worst
+}
+
+fn generate(model: &mut Model, prompt: &[u32], count: usize, schedule: &str) -> forecall::engine::Generated {
+    let request = Generate {
+        max_tokens: count,
+        schedule: Some(schedule.into()),
+        ignore_eos: true,
+        ..Generate::new(Prompt::Tokens(prompt.to_vec()))
+    };
+    block_on(model.generate(&request, &mut |_| true)).unwrap()
+}
+
+/// Whether a greedy text may come from logits that are wrong by at most `error`: every token is the choice, or closer to it
+/// than twice that.
+fn check_text(model: &mut Model, prompt: &[u32], tokens: &[u32], error: f32) -> Result<usize, String> {
+    let whole = [prompt, &tokens[..tokens.len() - 1]].concat();
+    let logits = block_on(model.logits(&whole, None)).map_err(|e| e.to_string())?.causal;
+    let regrets = regrets(&logits[prompt.len() - 1..], tokens);
+    match regrets.iter().position(|r| *r > 2.0 * error) {
+        Some(i) => {
+            Err(format!("token {i} of the text, {}, lies {} below the choice; {} is allowed", tokens[i], regrets[i], 2.0 * error))
+        }
+        None => Ok(regrets.iter().position(|r| *r > 0.0).unwrap_or(tokens.len())),
+    }
+}
+
+/// `[drafted, accepted]` of calls, as the truth lists them.
+fn pairs(value: &serde_json::Value) -> Vec<(usize, usize)> {
+    let number = |v: &serde_json::Value| v.as_u64().unwrap() as usize;
+    value.as_array().unwrap().iter().map(|pair| (number(&pair[0]), number(&pair[1]))).collect()
+}
+
+/// Texts of every schedule, and what packed and two-call accept. `error` is what this backend's logits were found to be
+/// wrong by, over the range.
+fn texts(checkpoint: &str, model: &mut Model, golden: &Golden, error: f32) {
+    let error = error.max(f32::EPSILON) * golden.logit_range();
+    let vocab = golden.tensor("causal.logits").shape[1] as u32;
+    let mut counted = 0;
+    for (i, truth) in golden.json["greedy"].as_array().unwrap().iter().enumerate() {
+        let (prompt, tokens) = (ids(&truth["prompt"]), ids(&truth["tokens"]));
+        let sure = check_text(model, &prompt, &tokens, error).unwrap_or_else(|e| panic!("{checkpoint}, text {i}: {e}"));
+        let mut wrong = tokens.clone();
+        wrong[20] = (wrong[20] + 1) % vocab;
+        assert!(check_text(model, &prompt, &wrong, error).is_err(), "control: another token at place 20 is noticed");
+        let gap = |v: &serde_json::Value| v.as_f64().unwrap() as f32;
+        let tight = gap(&truth["smallest_top2_gap"]) > 2.0 * error;
+        assert!(!tight || sure == tokens.len());
+
+        let autoregressive = generate(model, &prompt, tokens.len(), "autoregressive");
+        assert_eq!(autoregressive.tokens[..sure], tokens[..sure], "{checkpoint}, text {i}");
+        for schedule in ScheduleKind::NAMES {
+            let done = generate(model, &prompt, tokens.len(), schedule);
+            assert_eq!(done.tokens, autoregressive.tokens, "{checkpoint}, text {i}, {schedule}");
+            let calls: Vec<_> = done.counts.per_call.iter().map(|c: &CallCount| (c.drafted, c.accepted)).collect();
+            let want = match schedule {
+                "packed" => pairs(&truth["packed"]["per_call"]),
+                // A round is a draft call, which verifies nothing, and a verify call.
+                "two-call" => pairs(&truth["two_call"]["per_round"]).into_iter().flat_map(|pair| [(0, 0), pair]).collect(),
+                "autoregressive" => vec![(0, 0); tokens.len() - 1],
+                _ => continue,
+            };
+            let draft_gap = match schedule {
+                "autoregressive" => f32::INFINITY,
+                _ => gap(&truth[schedule.replace('-', "_")]["smallest_draft_gap"]),
+            };
+            if tight && draft_gap > 2.0 * error {
+                assert_eq!(calls, want, "{checkpoint}, text {i}, {schedule}");
+                counted += usize::from(schedule != "autoregressive");
+                let last = want.len() - 1;
+                assert_ne!(calls[..last], want[..last].iter().map(|c| (c.0, c.1 + 1)).collect::<Vec<_>>(), "control");
+            }
+        }
+    }
+    println!("{checkpoint}: accepted runs compared in {counted} texts");
+    assert!(!is_f32(checkpoint) || counted >= 4, "{checkpoint}: f32 arithmetic is good enough to compare accepted runs");
+}
+
+fn on(backend: usize) {
+    for checkpoint in GOLDEN {
+        compare(checkpoint, BACKENDS[backend], Precision::Auto);
+    }
+}
+
+#[test]
+fn the_reference_is_the_truth() {
+    on(0);
+}
+
+#[test]
+fn the_cpu_agrees_with_the_truth() {
+    on(1);
+}
+
+#[test]
+fn the_gpu_agrees_with_the_truth() {
+    on(2);
+}
+
+#[test]
+fn quantised_checkpoints_with_f32_keys_and_values_agree_with_the_truth() {
+    for checkpoint in GOLDEN.iter().filter(|c| !is_f32(c)) {
+        compare(checkpoint, BACKENDS[1], Precision::F32);
+        compare(checkpoint, BACKENDS[2], Precision::F32);
+    }
+}
+
+#[test]
+fn accepted_drafts_are_among_the_truths() {
+    let golden = Golden::read("tiny-llama-tied");
+    let accepted: usize =
+        golden.json["greedy"].as_array().unwrap().iter().flat_map(|t| pairs(&t["packed"]["per_call"])).map(|p| p.1).sum();
+    assert!(accepted > 50, "the trained checkpoint's drafts are accepted: {accepted}");
+}
