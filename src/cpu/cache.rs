@@ -205,7 +205,8 @@ fn attend_row<S: Simd>(s: S, cache: &LayerCache, row: &CallRow, window: Option<u
 }
 
 /// Scores of sixteen slots for `R` query heads; returns `R`.
-#[inline(always)]
+#[cfg_attr(target_arch = "wasm32", inline(never))]
+#[cfg_attr(not(target_arch = "wasm32"), inline(always))]
 #[allow(clippy::too_many_arguments, reason = "one place calls it")]
 fn block_scores<S: Simd, const R: usize>(
     s: S,
@@ -217,34 +218,36 @@ fn block_scores<S: Simd, const R: usize>(
     to: &mut [Line<f32>],
     stride: usize,
 ) -> usize {
-    let rows: [&[f32]; R] = std::array::from_fn(|r| &q[r * dim..][..dim]);
-    let mut sums = [s.splat_f(0.0); R];
-    match keys {
-        Lines::F16(lines) => {
-            for (d, line) in lines[first..first + dim].iter().enumerate() {
-                let k = s.load_half(&line.0);
-                for r in 0..R {
-                    sums[r] = s.add_f(sums[r], s.mul_f(k, s.splat_f(rows[r][d])));
+    for part in 0..S::PARTS {
+        let mut sums = [s.splat_f(0.0); R];
+        match keys {
+            Lines::F16(lines) => {
+                for (d, line) in lines[first..first + dim].iter().enumerate() {
+                    let k = s.load_half(&line.0, part);
+                    for r in 0..R {
+                        sums[r] = s.add_f(sums[r], s.mul_f(k, s.splat_f(q[r * dim + d])));
+                    }
+                }
+            }
+            Lines::F32(lines) => {
+                for (d, line) in lines[first..first + dim].iter().enumerate() {
+                    let k = s.load_f(&line.0, part);
+                    for r in 0..R {
+                        sums[r] = s.add_f(sums[r], s.mul_f(k, s.splat_f(q[r * dim + d])));
+                    }
                 }
             }
         }
-        Lines::F32(lines) => {
-            for (d, line) in lines[first..first + dim].iter().enumerate() {
-                let k = s.load_f(&line.0);
-                for r in 0..R {
-                    sums[r] = s.add_f(sums[r], s.mul_f(k, s.splat_f(rows[r][d])));
-                }
-            }
+        for r in 0..R {
+            s.store_f(s.mul_f(sums[r], s.splat_f(scale)), &mut to[r * stride].0, part);
         }
-    }
-    for (r, sum) in sums.into_iter().enumerate() {
-        s.store_f(s.mul_f(sum, s.splat_f(scale)), &mut to[r * stride].0);
     }
     R
 }
 
 /// Weighted sums of sixteen dimensions of the values, for `R` query heads; returns `R`.
-#[inline(always)]
+#[cfg_attr(target_arch = "wasm32", inline(never))]
+#[cfg_attr(not(target_arch = "wasm32"), inline(always))]
 #[allow(clippy::too_many_arguments, reason = "one place calls it")]
 fn weigh<S: Simd, const R: usize>(
     s: S,
@@ -257,26 +260,32 @@ fn weigh<S: Simd, const R: usize>(
     dim: usize,
     width: usize,
 ) -> usize {
-    let mut sums = [s.splat_f(0.0); R];
-    let mut before = 0;
-    for range in ranges {
-        let base = range.start / LANES;
-        for slot in range.clone() {
-            let v = match values {
-                Lines::F16(lines) => s.load_half(&lines[first + slot].0),
-                Lines::F32(lines) => s.load_f(&lines[first + slot].0),
-            };
-            let (block, lane) = (before + slot / LANES - base, slot % LANES);
-            for r in 0..R {
-                sums[r] = s.add_f(sums[r], s.mul_f(v, s.splat_f(weights[r * stride + block].0[lane])));
+    for part in 0..S::PARTS {
+        let mut sums = [s.splat_f(0.0); R];
+        let mut before = 0;
+        for range in ranges {
+            let base = range.start / LANES;
+            for slot in range.clone() {
+                let v = match values {
+                    Lines::F16(lines) => s.load_half(&lines[first + slot].0, part),
+                    Lines::F32(lines) => s.load_f(&lines[first + slot].0, part),
+                };
+                let (block, lane) = (before + slot / LANES - base, slot % LANES);
+                for r in 0..R {
+                    sums[r] = s.add_f(sums[r], s.mul_f(v, s.splat_f(weights[r * stride + block].0[lane])));
+                }
+            }
+            before += range.end.div_ceil(LANES) - base;
+        }
+        for r in 0..R {
+            let mut line = [0.0; LANES];
+            s.store_f(sums[r], &mut line, part);
+            let lanes = LANES / S::PARTS;
+            let (from, to) = (part * lanes, width.min((part + 1) * lanes));
+            if from < to {
+                out[r * dim + from..r * dim + to].copy_from_slice(&line[from..to]);
             }
         }
-        before += range.end.div_ceil(LANES) - base;
-    }
-    for (r, sum) in sums.into_iter().enumerate() {
-        let mut line = [0.0; LANES];
-        s.store_f(sum, &mut line);
-        out[r * dim..][..width].copy_from_slice(&line[..width]);
     }
     R
 }

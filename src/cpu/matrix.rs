@@ -7,10 +7,12 @@
 //! | f16, f32 | input `j` | `k` |
 //!
 //! It is the layout of [`crate::weights::packed`] with words instead of 16-byte blocks side by side; a matrix is turned
-//! as its chunks arrive, and they are dropped. Tiles are padded with zero rows, whose scales are zero too.
+//! as its chunks arrive, and they are dropped. Tiles are padded with zero rows, whose scales are zero too, and with zero
+//! inputs to whole groups (affine) or chunks of sixteen (f16, f32).
 
 use half::f16;
 
+use super::activations::CHUNK;
 use super::simd::{HalfLine, LANES, Line};
 use crate::error::{Error, Result};
 use crate::weights::packed::{Format, PackedRows, ScaleFormat, TILE, unpack_scale};
@@ -51,11 +53,11 @@ impl Matrix {
                 bits,
                 group,
                 scale,
-                data: allocate(tiles * words(bits, k))?,
+                data: allocate(tiles * words(bits, group, k))?,
                 scales: allocate(tiles * k.div_ceil(group))?,
             },
-            Format::F16 => Values::F16(allocate(tiles * k)?),
-            Format::F32 => Values::F32(allocate(tiles * k)?),
+            Format::F16 => Values::F16(allocate(tiles * k.next_multiple_of(CHUNK))?),
+            Format::F32 => Values::F32(allocate(tiles * k.next_multiple_of(CHUNK))?),
         };
         Ok(Self { n, k, tiles, values })
     }
@@ -63,8 +65,8 @@ impl Matrix {
     /// Lines of data per tile.
     pub fn lines(&self) -> usize {
         match &self.values {
-            Values::Affine { bits, .. } => words(*bits, self.k),
-            _ => self.k,
+            Values::Affine { bits, group, .. } => words(*bits, *group, self.k),
+            _ => self.k.next_multiple_of(CHUNK),
         }
     }
 
@@ -96,7 +98,7 @@ impl Matrix {
             let word = |line: usize, row: usize| data[(line / 4 * TILE + row) * 4 + line % 4];
             match &mut self.values {
                 Values::Affine { data, scales, scale, .. } => {
-                    for (i, line) in data[to * lines..][..lines].iter_mut().enumerate() {
+                    for (i, line) in data[to * lines..][..blocks * 4].iter_mut().enumerate() {
                         for row in 0..TILE {
                             line.0[lane + row] = word(i, row);
                         }
@@ -113,7 +115,7 @@ impl Matrix {
                     }
                 }
                 Values::F16(halves) => {
-                    for (i, line) in halves[to * k..][..k].iter_mut().enumerate() {
+                    for (i, line) in halves[to * lines..][..k].iter_mut().enumerate() {
                         for row in 0..TILE {
                             let bits = (word(i / 2, row) >> (16 * (i % 2))) as u16;
                             if !f16::from_bits(bits).is_finite() {
@@ -124,7 +126,7 @@ impl Matrix {
                     }
                 }
                 Values::F32(singles) => {
-                    for (i, line) in singles[to * k..][..k].iter_mut().enumerate() {
+                    for (i, line) in singles[to * lines..][..k].iter_mut().enumerate() {
                         for row in 0..TILE {
                             line.0[lane + row] = f32::from_bits(word(i, row));
                         }
@@ -151,12 +153,12 @@ impl Matrix {
                 }
             }
             Values::F16(lines) => {
-                for (to, line) in out.iter_mut().zip(&lines[tile * self.k..]) {
+                for (to, line) in out.iter_mut().zip(&lines[tile * self.lines()..]) {
                     *to = f16::from_bits(line.0[lane]).to_f32();
                 }
             }
             Values::F32(lines) => {
-                for (to, line) in out.iter_mut().zip(&lines[tile * self.k..]) {
+                for (to, line) in out.iter_mut().zip(&lines[tile * self.lines()..]) {
                     *to = line.0[lane];
                 }
             }
@@ -173,9 +175,9 @@ impl Matrix {
     }
 }
 
-/// 32-bit words per output row: whole 16-byte blocks, as [`crate::weights::packed`] has them.
-fn words(bits: u32, k: usize) -> usize {
-    k.div_ceil(128 / bits as usize) * 4
+/// 32-bit words per output row: whole groups.
+fn words(bits: u32, group: usize, k: usize) -> usize {
+    k.next_multiple_of(group) * bits as usize / 32
 }
 
 /// `len` zero values.

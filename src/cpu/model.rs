@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::activations::Quantised;
+use super::activations::{Panel, Quantised};
 use super::cache::{LayerCache, attend};
 use super::elementwise::{Column, argmax, inverse_rms, residual, rotate, store, swiglu};
 use super::matrix::Matrix;
@@ -53,6 +53,9 @@ pub struct CpuModel {
 struct Activations {
     acts: BTreeMap<Act, Vec<f32>>,
     quantised: Quantised,
+    panel: Panel,
+    /// The low-rank inner activations, by segment.
+    inner: Vec<Panel>,
     norms: Vec<f32>,
     /// A product's output, `[tiles][rows][16]`.
     tiles: Vec<Line<f32>>,
@@ -226,6 +229,10 @@ impl CpuModel {
             return Ok(());
         }
         let (level, count) = (self.level, rows.len());
+        let lora = op.lora.filter(|_| !call.adapter().is_empty());
+        if let Some(lora) = &lora {
+            acts.cut_low_rank(lora, self.program.lora_width, call.adapter());
+        }
         let matrix = self.weight(op.weight)?;
         let width = self.program.width(op.input);
         let x = &acts.acts.get(&op.input).map_or(&[][..], Vec::as_slice)[rows.start * width..];
@@ -234,7 +241,10 @@ impl CpuModel {
                 acts.quantised.fill(level, x, width, count, matrix.k, group);
                 Input::Integers(&acts.quantised)
             }
-            None => Input::Floats { values: x, stride: width },
+            None => {
+                acts.panel.fill(x, width, count, matrix.k);
+                Input::Floats(&acts.panel)
+            }
         };
         acts.norms.clear();
         if op.norm {
@@ -242,11 +252,10 @@ impl CpuModel {
             let h = acts.acts.get(&Act::H).map_or(&[][..], Vec::as_slice);
             acts.norms.extend(rows.clone().map(|r| inverse_rms(level, &h[r * d..][..d], eps)));
         }
-        let lora = match op.lora.filter(|_| !call.adapter().is_empty()) {
+        let lora = match lora {
             Some(lora) => Some(LoraPart {
                 b: self.weight(lora.b)?,
-                inner: acts.acts.get(&Act::Lora).map_or(&[][..], Vec::as_slice),
-                stride: self.program.lora_width,
+                inner: &acts.inner,
                 rows: call.adapter(),
                 scale: lora.scale,
                 segments: self.segments.get(&lora.b).map_or(&[][..], Vec::as_slice),
@@ -358,6 +367,15 @@ impl CpuModel {
 }
 
 impl Activations {
+    /// Cuts the low-rank inner activations of the adapter rows into a panel per segment.
+    fn cut_low_rank(&mut self, lora: &LoraB, stride: usize, rows: Range<usize>) {
+        let inner = self.acts.get(&Act::Lora).map_or(&[][..], Vec::as_slice);
+        self.inner.resize(stride / lora.rank, Panel::default());
+        for (segment, panel) in self.inner.iter_mut().enumerate() {
+            panel.fill(&inner[rows.start * stride + segment * lora.rank..], stride, rows.len(), lora.rank);
+        }
+    }
+
     fn take(&mut self, act: Act, len: usize) -> Vec<f32> {
         let mut values = self.acts.remove(&act).unwrap_or_default();
         values.resize(len, 0.0);

@@ -10,7 +10,7 @@
 
 use std::ops::Range;
 
-use super::activations::Quantised;
+use super::activations::{CHUNK, Panel, Quantised, Scale};
 use super::matrix::{Matrix, Values};
 use super::simd::{HalfLine, LANES, Line, Simd, high_half, low_half, simd_fn};
 use crate::weights::packed::ScaleFormat;
@@ -20,8 +20,8 @@ use crate::weights::packed::ScaleFormat;
 pub(super) enum Input<'a> {
     /// For affine weights, in groups of the same size.
     Integers(&'a Quantised),
-    /// For f16 and f32 weights: `[rows, stride]`.
-    Floats { values: &'a [f32], stride: usize },
+    /// For f16 and f32 weights.
+    Floats(&'a Panel),
 }
 
 /// The low-rank part, added to some of the rows.
@@ -29,15 +29,13 @@ pub(super) enum Input<'a> {
 pub(super) struct LoraPart<'a> {
     /// B `[n, rank]`, f16 or f32.
     pub b: &'a Matrix,
-    /// Inner activations `[rows, stride]`.
-    pub inner: &'a [f32],
-    /// Row stride of `inner`.
-    pub stride: usize,
+    /// Inner activations of the adapter rows, a panel per segment.
+    pub inner: &'a [Panel],
     /// Rows it is added to.
     pub rows: Range<usize>,
     /// Its factor.
     pub scale: f32,
-    /// Segment of `inner` that every output reads, by lane `[tiles * 16]`.
+    /// Segment that every output reads, by lane `[tiles * 16]`.
     pub segments: &'a [u8],
 }
 
@@ -63,34 +61,45 @@ simd_fn! {
     pub(super) fn product(op: &Product<'_>, first: usize, y: &mut [Line<f32>]) = product_tiles
 }
 
+/// Pairs per turn of the innermost loop.
+const UNROLL: usize = 1;
 /// Most rows of the direct way.
 const DIRECT: usize = 2;
-/// Inputs unpacked at a time; the largest group.
-const CHUNK: usize = 128;
 
 #[inline(always)]
 fn product_tiles<S: Simd>(s: S, op: &Product<'_>, first: usize, y: &mut [Line<f32>]) {
-    let mut low_rank = vec![Line([0.0; LANES]); op.lora.as_ref().map_or(0, |l| l.rows.len())];
-    for (i, y) in y.chunks_exact_mut(op.rows.max(1)).enumerate() {
-        let tile = first + i;
-        let (m, lines) = (op.matrix, op.matrix.lines());
-        match (&m.values, op.input) {
-            (Values::Affine { bits, scale, data, scales, .. }, Input::Integers(x)) => {
-                let groups = m.groups();
-                let tile =
-                    Tile { data: &data[tile * lines..][..lines], scales: &scales[tile * groups..][..groups], format: *scale };
-                if *bits == 4 { affine::<S, 4>(s, tile, x, y) } else { affine::<S, 8>(s, tile, x, y) }
+    let (m, lines, groups) = (op.matrix, op.matrix.lines(), op.matrix.groups());
+    match (&m.values, op.input) {
+        (Values::Affine { bits, group, scale, data, scales }, Input::Integers(x)) => {
+            let tiles = Tiles { data: &data[first * lines..], scales: &scales[first * groups..], lines, groups, format: *scale };
+            match (bits, group) {
+                (4, 32) => affine::<S, 4, 4, 16>(s, tiles, x, y),
+                (4, 64) => affine::<S, 4, 8, 32>(s, tiles, x, y),
+                (4, _) => affine::<S, 4, 16, 64>(s, tiles, x, y),
+                (_, 32) => affine::<S, 8, 8, 16>(s, tiles, x, y),
+                (_, 64) => affine::<S, 8, 16, 32>(s, tiles, x, y),
+                _ => affine::<S, 8, 32, 64>(s, tiles, x, y),
             }
-            (Values::F16(data), Input::Floats { values, stride }) => {
-                floats(s, Floats::Halves(&data[tile * lines..][..lines]), values, stride, y);
-            }
-            (Values::F32(data), Input::Floats { values, stride }) => {
-                floats(s, Floats::Singles(&data[tile * lines..][..lines]), values, stride, y);
-            }
-            _ => unreachable!("the input is made for the matrix"),
         }
+        (Values::F16(data), Input::Floats(x)) => {
+            for (y, data) in y.chunks_exact_mut(op.rows).zip(data[first * lines..].chunks_exact(lines)) {
+                halves(s, data, x, y);
+            }
+        }
+        (Values::F32(data), Input::Floats(x)) => {
+            for (y, data) in y.chunks_exact_mut(op.rows).zip(data[first * lines..].chunks_exact(lines)) {
+                singles(s, data, x, y);
+            }
+        }
+        _ => unreachable!("the input is made for the matrix"),
+    }
+    let mut low_rank = vec![Line([0.0; LANES]); op.lora.as_ref().map_or(0, |l| l.rows.len())];
+    for (i, y) in y.chunks_exact_mut(op.rows).enumerate() {
+        let tile = first + i;
         for (y, &norm) in y.iter_mut().zip(op.norm) {
-            y.0 = y.0.map(|v| v * norm);
+            for v in &mut y.0 {
+                *v *= norm;
+            }
         }
         if let Some(bias) = op.bias.get(tile * LANES..(tile + 1) * LANES) {
             for y in y.iter_mut() {
@@ -108,17 +117,16 @@ fn product_tiles<S: Simd>(s: S, op: &Product<'_>, first: usize, y: &mut [Line<f3
 /// Adds the low-rank part to the adapter rows of a tile.
 #[inline(always)]
 fn add_lora<S: Simd>(s: S, lora: &LoraPart<'_>, tile: usize, low_rank: &mut [Line<f32>], y: &mut [Line<f32>]) {
-    let rank = lora.b.k;
+    let lines = lora.b.lines();
     let segments = &lora.segments[tile * LANES..][..LANES];
     let (least, most) = segments.iter().fold((u8::MAX, 0), |(least, most), &g| (least.min(g), most.max(g)));
     for segment in least..=most {
-        let inner = &lora.inner[lora.rows.start * lora.stride + usize::from(segment) * rank..];
-        let b = match &lora.b.values {
-            Values::F16(lines) => Floats::Halves(&lines[tile * rank..][..rank]),
-            Values::F32(lines) => Floats::Singles(&lines[tile * rank..][..rank]),
+        let inner = &lora.inner[usize::from(segment)];
+        match &lora.b.values {
+            Values::F16(b) => halves(s, &b[tile * lines..][..lines], inner, low_rank),
+            Values::F32(b) => singles(s, &b[tile * lines..][..lines], inner, low_rank),
             Values::Affine { .. } => unreachable!("low-rank matrices are never quantised"),
-        };
-        floats(s, b, inner, lora.stride, low_rank);
+        }
         for (y, low_rank) in y.iter_mut().zip(low_rank.iter()) {
             for ((y, v), &of) in y.0.iter_mut().zip(low_rank.0).zip(segments) {
                 *y += if of == segment { v * lora.scale } else { 0.0 };
@@ -127,236 +135,291 @@ fn add_lora<S: Simd>(s: S, lora: &LoraPart<'_>, tile: usize, low_rank: &mut [Lin
     }
 }
 
-/// Sixteen rows of an affine matrix.
+/// Tiles of an affine matrix.
 #[derive(Clone, Copy)]
-struct Tile<'a> {
+struct Tiles<'a> {
     data: &'a [Line<u32>],
     scales: &'a [Line<u32>],
+    lines: usize,
+    groups: usize,
     format: ScaleFormat,
 }
 
 #[inline(always)]
-fn scale_and_bias<S: Simd>(s: S, pairs: &Line<u32>, format: ScaleFormat) -> (S::F, S::F) {
-    let pairs = s.load(&pairs.0);
+fn scale_and_bias<S: Simd>(s: S, pairs: &Line<u32>, format: ScaleFormat, part: usize) -> (S::F, S::F) {
+    let pairs = s.load(&pairs.0, part);
     match format {
         ScaleFormat::F16 => (low_half(s, pairs), high_half(s, pairs)),
         ScaleFormat::Bf16 => (s.bits_to_f(s.shl::<16>(pairs)), s.bits_to_f(s.and(pairs, s.splat(0xFFFF_0000_u32 as i32)))),
     }
 }
 
+/// `WORDS` words and `PAIRS` pairs of inputs make a group.
 #[inline(always)]
-fn affine<S: Simd, const BITS: usize>(s: S, tile: Tile<'_>, x: &Quantised, y: &mut [Line<f32>]) {
-    match y.len() {
-        1 => direct::<S, BITS, 1>(s, tile, x, y),
-        DIRECT => direct::<S, BITS, DIRECT>(s, tile, x, y),
-        _ => buffered::<S, BITS>(s, tile, x, y),
+fn affine<S: Simd, const BITS: usize, const WORDS: usize, const PAIRS: usize>(
+    s: S,
+    tiles: Tiles<'_>,
+    x: &Quantised,
+    y: &mut [Line<f32>],
+) {
+    let pairs = x.pairs.as_chunks::<PAIRS>().0;
+    // `WORDS` again, but the compiler does not know.
+    let words = tiles.lines / tiles.groups.max(1);
+    let data = tiles.data.chunks_exact(tiles.lines).zip(tiles.scales.chunks_exact(tiles.groups));
+    for ((data, scales), y) in data.zip(y.chunks_exact_mut(x.rows)) {
+        let data = data.as_chunks::<WORDS>().0;
+        match x.rows {
+            1 => {
+                for part in 0..S::PARTS {
+                    direct::<S, BITS, WORDS, PAIRS, 1>(s, data, scales, tiles.format, pairs, &x.scales, y, part, words);
+                }
+            }
+            DIRECT => {
+                for part in 0..S::PARTS {
+                    direct::<S, BITS, WORDS, PAIRS, DIRECT>(s, data, scales, tiles.format, pairs, &x.scales, y, part, words);
+                }
+            }
+            _ => buffered::<S, BITS, WORDS, PAIRS>(s, data, scales, tiles.format, pairs, &x.scales, y),
+        }
     }
 }
 
-#[inline(always)]
-fn direct<S: Simd, const BITS: usize, const R: usize>(s: S, tile: Tile<'_>, x: &Quantised, y: &mut [Line<f32>]) {
-    let words = x.group * BITS / 32;
+#[cfg_attr(target_arch = "wasm32", inline(never))]
+#[cfg_attr(not(target_arch = "wasm32"), inline(always))]
+#[allow(clippy::too_many_arguments, reason = "one place calls it")]
+fn direct<S: Simd, const BITS: usize, const WORDS: usize, const PAIRS: usize, const R: usize>(
+    s: S,
+    data: &[[Line<u32>; WORDS]],
+    scales: &[Line<u32>],
+    format: ScaleFormat,
+    x: &[[i32; PAIRS]],
+    x_scales: &[Scale],
+    y: &mut [Line<f32>],
+    part: usize,
+    words: usize,
+) {
     let mut out = [s.splat_f(0.0); R];
-    let rows: [&[i32]; R] = std::array::from_fn(|r| x.row(r));
-    for (g, (data, scale)) in tile.data.chunks(words).zip(tile.scales).enumerate() {
-        let x_group: [&[i32]; R] = rows.map(|row| &row[g * x.group / 2..][..x.group / 2]);
-        let dots = if BITS == 4 { direct4(s, data, x_group) } else { direct8(s, data, x_group) };
-        let (scale, bias) = scale_and_bias(s, scale, tile.format);
+    let x = x.as_chunks::<R>().0.iter().zip(x_scales.as_chunks::<R>().0);
+    for ((data, scale), (x, x_scale)) in data.iter().zip(scales).zip(x) {
+        let dots = if BITS == 4 { direct4(s, data, x, part, words) } else { direct8(s, data, x, part, words) };
+        let scale = scale_and_bias(s, scale, format, part);
         for r in 0..R {
-            let at = r * x.groups + g;
-            out[r] = fold(s, out[r], scale, bias, dots[r], x.steps[at], x.sums[at]);
+            out[r] = fold(s, out[r], scale, dots[r], x_scale[r]);
         }
     }
-    for (y, out) in y.iter_mut().zip(out) {
-        s.store_f(out, &mut y.0);
+    for r in 0..R {
+        s.store_f(out[r], &mut y[r].0, part);
     }
 }
 
 /// Dot products of a group of 4-bit weights, nibbles in place: those in the upper half of a byte count sixteenfold
 /// and are set right once per group, which is exact and saves a shift per word.
 #[inline(always)]
-fn direct4<S: Simd, const R: usize>(s: S, data: &[Line<u32>], x: [&[i32]; R]) -> [S::I; R] {
+fn direct4<S: Simd, const WORDS: usize, const PAIRS: usize, const R: usize>(
+    s: S,
+    data: &[Line<u32>; WORDS],
+    x: &[[i32; PAIRS]; R],
+    part: usize,
+    words: usize,
+) -> [S::I; R] {
     let (low_mask, high_mask) = (s.splat(0x000F_000F), s.splat(0x00F0_00F0));
     let mut low = [s.splat(0); R];
     let mut high = [s.splat(0); R];
-    let x = x.map(|x| &x.as_chunks::<4>().0[..data.len()]);
-    for i in 0..data.len() {
-        let word = s.load(&data[i].0);
+    for i in 0..turns::<S>(WORDS, words) {
+        let word = s.load(&data[i].0, part);
         let shifted = s.shr::<8>(word);
-        let (a, b) = (s.and(word, low_mask), s.and(shifted, low_mask));
-        let (c, d) = (s.and(word, high_mask), s.and(shifted, high_mask));
         for r in 0..R {
-            let x = &x[r][i];
-            low[r] = s.dot(low[r], a, s.splat(x[0]));
-            low[r] = s.dot(low[r], b, s.splat(x[1]));
-            high[r] = s.dot(high[r], c, s.splat(x[2]));
-            high[r] = s.dot(high[r], d, s.splat(x[3]));
+            low[r] = s.dot(low[r], s.and(word, low_mask), s.splat(x[r][4 * i]));
+            low[r] = s.dot(low[r], s.and(shifted, low_mask), s.splat(x[r][4 * i + 1]));
+            high[r] = s.dot(high[r], s.and(word, high_mask), s.splat(x[r][4 * i + 2]));
+            high[r] = s.dot(high[r], s.and(shifted, high_mask), s.splat(x[r][4 * i + 3]));
         }
     }
-    std::array::from_fn(|r| s.add(low[r], s.sar::<4>(high[r])))
+    for r in 0..R {
+        low[r] = s.add(low[r], s.sar::<4>(high[r]));
+    }
+    low
 }
 
 #[inline(always)]
-fn direct8<S: Simd, const R: usize>(s: S, data: &[Line<u32>], x: [&[i32]; R]) -> [S::I; R] {
+fn direct8<S: Simd, const WORDS: usize, const PAIRS: usize, const R: usize>(
+    s: S,
+    data: &[Line<u32>; WORDS],
+    x: &[[i32; PAIRS]; R],
+    part: usize,
+    words: usize,
+) -> [S::I; R] {
     let mask = s.splat(0x00FF_00FF);
     let mut sum = [s.splat(0); R];
-    let x = x.map(|x| &x.as_chunks::<2>().0[..data.len()]);
-    for i in 0..data.len() {
-        let word = s.load(&data[i].0);
+    for i in 0..turns::<S>(WORDS, words) {
+        let word = s.load(&data[i].0, part);
         let (a, b) = (s.and(word, mask), s.and(s.shr::<8>(word), mask));
         for r in 0..R {
-            let x = &x[r][i];
-            sum[r] = s.dot(sum[r], a, s.splat(x[0]));
-            sum[r] = s.dot(sum[r], b, s.splat(x[1]));
+            sum[r] = s.dot(sum[r], a, s.splat(x[r][2 * i]));
+            sum[r] = s.dot(sum[r], b, s.splat(x[r][2 * i + 1]));
         }
     }
     sum
 }
 
+/// How often a loop over the words of a group turns. Where registers are few it must stay a loop: unrolled, the compiler would
+/// keep a group's inputs in registers that are not there.
+#[inline(always)]
+fn turns<S: Simd>(known: usize, counted: usize) -> usize {
+    if S::PARTS == 1 { known } else { counted.min(known) }
+}
+
 /// `y += (scale * step) * dot; y += bias * sum`.
 #[inline(always)]
-fn fold<S: Simd>(s: S, y: S::F, scale: S::F, bias: S::F, dot: S::I, step: f32, sum: f32) -> S::F {
-    let y = s.add_f(y, s.mul_f(s.mul_f(scale, s.splat_f(step)), s.to_f(dot)));
-    s.add_f(y, s.mul_f(bias, s.splat_f(sum)))
+fn fold<S: Simd>(s: S, y: S::F, (scale, bias): (S::F, S::F), dot: S::I, x: Scale) -> S::F {
+    let y = s.add_f(y, s.mul_f(s.mul_f(scale, s.splat_f(x.step)), s.to_f(dot)));
+    s.add_f(y, s.mul_f(bias, s.splat_f(x.sum)))
 }
 
 #[inline(always)]
-fn buffered<S: Simd, const BITS: usize>(s: S, tile: Tile<'_>, x: &Quantised, y: &mut [Line<f32>]) {
-    let words = x.group * BITS / 32;
-    let mut buffer = [Line([0u32; LANES]); CHUNK / 2];
+fn buffered<S: Simd, const BITS: usize, const WORDS: usize, const PAIRS: usize>(
+    s: S,
+    data: &[[Line<u32>; WORDS]],
+    scales: &[Line<u32>],
+    format: ScaleFormat,
+    x: &[[i32; PAIRS]],
+    x_scales: &[Scale],
+    y: &mut [Line<f32>],
+) {
+    let rows = y.len();
+    let mut pairs = [Line([0u32; LANES]); PAIRS];
     y.fill(Line([0.0; LANES]));
-    for (g, (data, scale)) in tile.data.chunks(words).zip(tile.scales).enumerate() {
-        let pairs = &mut buffer[..data.len() * 16 / BITS];
-        unpack::<S, BITS>(s, data, pairs);
-        let scale = scale_and_bias(s, scale, tile.format);
-        let group = Group { pairs, scale, x, g };
+    let x = x.chunks_exact(rows).zip(x_scales.chunks_exact(rows));
+    for ((data, scale), (x, x_scale)) in data.iter().zip(scales).zip(x) {
+        unpack::<S, BITS>(s, data, &mut pairs);
         let mut row = 0;
-        while row < y.len() {
-            row += match (y.len() - row).min(S::ROWS) {
-                8.. => group.pass::<S, 8>(s, row, y),
-                4.. => group.pass::<S, 4>(s, row, y),
-                2.. => group.pass::<S, 2>(s, row, y),
-                _ => group.pass::<S, 1>(s, row, y),
+        while row < rows {
+            let (x, x_scale, y) = (&x[row..], &x_scale[row..], &mut y[row..]);
+            row += match (rows - row).min(S::ROWS) {
+                8.. => pass::<S, PAIRS, 8>(s, &pairs, (scale, format), x, x_scale, y),
+                4.. => pass::<S, PAIRS, 4>(s, &pairs, (scale, format), x, x_scale, y),
+                2.. => pass::<S, PAIRS, 2>(s, &pairs, (scale, format), x, x_scale, y),
+                _ => pass::<S, PAIRS, 1>(s, &pairs, (scale, format), x, x_scale, y),
             };
         }
     }
 }
 
-#[inline(always)]
+#[cfg_attr(target_arch = "wasm32", inline(never))]
+#[cfg_attr(not(target_arch = "wasm32"), inline(always))]
 fn unpack<S: Simd, const BITS: usize>(s: S, data: &[Line<u32>], pairs: &mut [Line<u32>]) {
-    if BITS == 4 {
-        let mask = s.splat(0x000F_000F);
-        for (line, to) in data.iter().zip(pairs.as_chunks_mut::<4>().0) {
-            let word = s.load(&line.0);
-            s.store(s.and(word, mask), &mut to[0].0);
-            s.store(s.and(s.shr::<8>(word), mask), &mut to[1].0);
-            s.store(s.and(s.shr::<4>(word), mask), &mut to[2].0);
-            s.store(s.and(s.shr::<12>(word), mask), &mut to[3].0);
-        }
-    } else {
-        let mask = s.splat(0x00FF_00FF);
-        for (line, to) in data.iter().zip(pairs.as_chunks_mut::<2>().0) {
-            let word = s.load(&line.0);
-            s.store(s.and(word, mask), &mut to[0].0);
-            s.store(s.and(s.shr::<8>(word), mask), &mut to[1].0);
+    for part in 0..S::PARTS {
+        if BITS == 4 {
+            let mask = s.splat(0x000F_000F);
+            for (line, to) in data.iter().zip(pairs.as_chunks_mut::<4>().0) {
+                let word = s.load(&line.0, part);
+                s.store(s.and(word, mask), &mut to[0].0, part);
+                s.store(s.and(s.shr::<8>(word), mask), &mut to[1].0, part);
+                s.store(s.and(s.shr::<4>(word), mask), &mut to[2].0, part);
+                s.store(s.and(s.shr::<12>(word), mask), &mut to[3].0, part);
+            }
+        } else {
+            let mask = s.splat(0x00FF_00FF);
+            for (line, to) in data.iter().zip(pairs.as_chunks_mut::<2>().0) {
+                let word = s.load(&line.0, part);
+                s.store(s.and(word, mask), &mut to[0].0, part);
+                s.store(s.and(s.shr::<8>(word), mask), &mut to[1].0, part);
+            }
         }
     }
 }
 
-/// An unpacked group of a tile.
-struct Group<'a, F> {
-    pairs: &'a [Line<u32>],
-    scale: (F, F),
-    x: &'a Quantised,
-    g: usize,
-}
-
-impl<F: Copy> Group<'_, F> {
-    /// Adds the group to `R` rows of `y` from `row` on; returns `R`.
-    #[inline(always)]
-    fn pass<S: Simd<F = F>, const R: usize>(&self, s: S, row: usize, y: &mut [Line<f32>]) -> usize {
-        let Self { pairs, scale, x, g } = *self;
-        let rows: [&[i32]; R] = std::array::from_fn(|r| &x.row(row + r)[g * x.group / 2..][..pairs.len()]);
+/// Adds an unpacked group to the first `R` rows of `y`; returns `R`.
+#[cfg_attr(target_arch = "wasm32", inline(never))]
+#[cfg_attr(not(target_arch = "wasm32"), inline(always))]
+fn pass<S: Simd, const PAIRS: usize, const R: usize>(
+    s: S,
+    pairs: &[Line<u32>; PAIRS],
+    (scale, format): (&Line<u32>, ScaleFormat),
+    x: &[[i32; PAIRS]],
+    x_scale: &[Scale],
+    y: &mut [Line<f32>],
+) -> usize {
+    let (Some(x), Some(x_scale), Some(y)) = (x.first_chunk::<R>(), x_scale.first_chunk::<R>(), y.first_chunk_mut::<R>()) else {
+        return R;
+    };
+    for part in 0..S::PARTS {
         let mut dots = [s.splat(0); R];
-        for p in 0..pairs.len() {
-            let w = s.load(&pairs[p].0);
-            for r in 0..R {
-                dots[r] = s.dot(dots[r], w, s.splat(rows[r][p]));
-            }
-        }
-        for (r, (y, dot)) in y[row..].iter_mut().zip(dots).enumerate() {
-            let at = (row + r) * x.groups + g;
-            let sum = fold(s, s.load_f(&y.0), scale.0, scale.1, dot, x.steps[at], x.sums[at]);
-            s.store_f(sum, &mut y.0);
-        }
-        R
-    }
-}
-
-/// Sixteen rows of a matrix that is not quantised, a line per input.
-#[derive(Clone, Copy)]
-enum Floats<'a> {
-    Halves(&'a [HalfLine]),
-    Singles(&'a [Line<f32>]),
-}
-
-/// `y[r] = sum_k w[k] * x[r, k]`.
-#[inline(always)]
-fn floats<S: Simd>(s: S, w: Floats<'_>, x: &[f32], stride: usize, y: &mut [Line<f32>]) {
-    y.fill(Line([0.0; LANES]));
-    let x = |at: usize| &x[at..];
-    match w {
-        Floats::Singles(lines) => {
-            for (c, lines) in lines.chunks(CHUNK).enumerate() {
-                float_chunk(s, lines, x(c * CHUNK), stride, y);
-            }
-        }
-        Floats::Halves(lines) => {
-            let mut buffer = [Line([0.0; LANES]); CHUNK];
-            for (c, lines) in lines.chunks(CHUNK).enumerate() {
-                let singles = &mut buffer[..lines.len()];
-                for (to, from) in singles.iter_mut().zip(lines) {
-                    s.store_f(s.load_half(&from.0), &mut to.0);
+        for (p, w) in pairs.as_chunks::<UNROLL>().0.iter().enumerate() {
+            for i in 0..UNROLL {
+                let w = s.load(&w[i].0, part);
+                for r in 0..R {
+                    dots[r] = s.dot(dots[r], w, s.splat(x[r][UNROLL * p + i]));
                 }
-                float_chunk(s, singles, x(c * CHUNK), stride, y);
             }
         }
+        let scale = scale_and_bias(s, scale, format, part);
+        for r in 0..R {
+            let sum = fold(s, s.load_f(&y[r].0, part), scale, dots[r], x_scale[r]);
+            s.store_f(sum, &mut y[r].0, part);
+        }
+    }
+    R
+}
+
+/// `y[r] = sum_k w[k] * x[r, k]` for weights in f32.
+#[inline(always)]
+fn singles<S: Simd>(s: S, w: &[Line<f32>], x: &Panel, y: &mut [Line<f32>]) {
+    y.fill(Line([0.0; LANES]));
+    for (w, x) in w.as_chunks::<CHUNK>().0.iter().zip(x.chunks.chunks_exact(x.rows)) {
+        chunk(s, w, x, y);
+    }
+}
+
+/// The same for weights in f16.
+#[inline(always)]
+fn halves<S: Simd>(s: S, w: &[HalfLine], x: &Panel, y: &mut [Line<f32>]) {
+    y.fill(Line([0.0; LANES]));
+    let mut buffer = [Line([0.0; LANES]); CHUNK];
+    for (w, x) in w.as_chunks::<CHUNK>().0.iter().zip(x.chunks.chunks_exact(x.rows)) {
+        for part in 0..S::PARTS {
+            for (to, from) in buffer.iter_mut().zip(w) {
+                s.store_f(s.load_half(&from.0, part), &mut to.0, part);
+            }
+        }
+        chunk(s, &buffer, x, y);
     }
 }
 
 #[inline(always)]
-fn float_chunk<S: Simd>(s: S, w: &[Line<f32>], x: &[f32], stride: usize, y: &mut [Line<f32>]) {
+fn chunk<S: Simd>(s: S, w: &[Line<f32>; CHUNK], x: &[[f32; CHUNK]], y: &mut [Line<f32>]) {
     let mut row = 0;
     while row < y.len() {
-        row += match (y.len() - row).min(S::ROWS) {
-            8.. => float_pass::<S, 8>(s, w, x, stride, row, y),
-            4.. => float_pass::<S, 4>(s, w, x, stride, row, y),
-            2.. => float_pass::<S, 2>(s, w, x, stride, row, y),
-            _ => float_pass::<S, 1>(s, w, x, stride, row, y),
+        let (x, y) = (&x[row..], &mut y[row..]);
+        row += match y.len().min(S::ROWS) {
+            8.. => float_pass::<S, 8>(s, w, x, y),
+            4.. => float_pass::<S, 4>(s, w, x, y),
+            2.. => float_pass::<S, 2>(s, w, x, y),
+            _ => float_pass::<S, 1>(s, w, x, y),
         };
     }
 }
 
-#[inline(always)]
-fn float_pass<S: Simd, const R: usize>(
-    s: S,
-    w: &[Line<f32>],
-    x: &[f32],
-    stride: usize,
-    row: usize,
-    y: &mut [Line<f32>],
-) -> usize {
-    let rows: [&[f32]; R] = std::array::from_fn(|r| &x[(row + r) * stride..][..w.len()]);
-    let y = &mut y[row..row + R];
-    let mut sums: [S::F; R] = std::array::from_fn(|r| s.load_f(&y[r].0));
-    for k in 0..w.len() {
-        let w = s.load_f(&w[k].0);
+#[cfg_attr(target_arch = "wasm32", inline(never))]
+#[cfg_attr(not(target_arch = "wasm32"), inline(always))]
+fn float_pass<S: Simd, const R: usize>(s: S, w: &[Line<f32>; CHUNK], x: &[[f32; CHUNK]], y: &mut [Line<f32>]) -> usize {
+    let (Some(x), Some(y)) = (x.first_chunk::<R>(), y.first_chunk_mut::<R>()) else {
+        return R;
+    };
+    for part in 0..S::PARTS {
+        let mut sums = [s.splat_f(0.0); R];
         for r in 0..R {
-            sums[r] = s.add_f(sums[r], s.mul_f(w, s.splat_f(rows[r][k])));
+            sums[r] = s.load_f(&y[r].0, part);
         }
-    }
-    for (y, sum) in y.iter_mut().zip(sums) {
-        s.store_f(sum, &mut y.0);
+        for k in 0..CHUNK {
+            let w = s.load_f(&w[k].0, part);
+            for r in 0..R {
+                sums[r] = s.add_f(sums[r], s.mul_f(w, s.splat_f(x[r][k])));
+            }
+        }
+        for r in 0..R {
+            s.store_f(sums[r], &mut y[r].0, part);
+        }
     }
     R
 }
@@ -388,13 +451,16 @@ mod tests {
 
     fn run(level: Level, case: &Case, rows: Range<usize>) -> Vec<Line<f32>> {
         let x = &case.x[rows.start * case.stride..];
-        let mut quantised = Quantised::default();
+        let (mut quantised, mut panel) = (Quantised::default(), Panel::default());
         let input = match case.matrix.group() {
             Some(group) => {
                 quantised.fill(level, x, case.stride, rows.len(), case.matrix.k, group);
                 Input::Integers(&quantised)
             }
-            None => Input::Floats { values: x, stride: case.stride },
+            None => {
+                panel.fill(x, case.stride, rows.len(), case.matrix.k);
+                Input::Floats(&panel)
+            }
         };
         let op = Product { matrix: &case.matrix, input, rows: rows.len(), norm: &[], bias: &[], lora: None };
         let mut y = vec![Line([f32::NAN; LANES]); case.matrix.tiles * rows.len()];

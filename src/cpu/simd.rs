@@ -19,15 +19,18 @@ pub const LANES: usize = 16;
 
 /// Operations on sixteen lanes. Values of this type are proof that the processor has them.
 pub trait Simd: Copy {
-    /// Sixteen u32 or i32, or thirty-two i16.
+    /// Lanes of u32 or i32, or twice as many of i16.
     type I: Copy;
-    /// Sixteen f32.
+    /// Lanes of f32.
     type F: Copy;
+    /// In how many parts the sixteen lanes are worked on, so that a kernel's values fit the registers there are. `load`,
+    /// `store` and their kin take the part; everything else works on one.
+    const PARTS: usize;
     /// Rows of a call that a product keeps in registers at once.
     const ROWS: usize;
 
-    fn load(self, from: &[u32; LANES]) -> Self::I;
-    fn store(self, value: Self::I, to: &mut [u32; LANES]);
+    fn load(self, from: &[u32; LANES], part: usize) -> Self::I;
+    fn store(self, value: Self::I, to: &mut [u32; LANES], part: usize);
     fn splat(self, value: i32) -> Self::I;
     fn and(self, a: Self::I, b: Self::I) -> Self::I;
     fn add(self, a: Self::I, b: Self::I) -> Self::I;
@@ -41,13 +44,13 @@ pub trait Simd: Copy {
     fn to_f(self, a: Self::I) -> Self::F;
     fn bits_to_f(self, a: Self::I) -> Self::F;
 
-    fn load_f(self, from: &[f32; LANES]) -> Self::F;
-    fn store_f(self, value: Self::F, to: &mut [f32; LANES]);
+    fn load_f(self, from: &[f32; LANES], part: usize) -> Self::F;
+    fn store_f(self, value: Self::F, to: &mut [f32; LANES], part: usize);
     fn splat_f(self, value: f32) -> Self::F;
     fn add_f(self, a: Self::F, b: Self::F) -> Self::F;
     fn mul_f(self, a: Self::F, b: Self::F) -> Self::F;
-    /// Sixteen finite f16.
-    fn load_half(self, from: &[u16; LANES]) -> Self::F;
+    /// Finite f16.
+    fn load_half(self, from: &[u16; LANES], part: usize) -> Self::F;
 }
 
 /// 2^112: what an f16's exponent, moved into an f32, is short of.
@@ -90,14 +93,15 @@ fn both<A: Copy, B: Copy + Default>(a: [A; LANES], b: [A; LANES], f: impl Fn(A, 
 impl Simd for Portable {
     type I = [u32; LANES];
     type F = [f32; LANES];
+    const PARTS: usize = 1;
     const ROWS: usize = 2;
 
     #[inline(always)]
-    fn load(self, from: &[u32; LANES]) -> Self::I {
+    fn load(self, from: &[u32; LANES], _: usize) -> Self::I {
         *from
     }
     #[inline(always)]
-    fn store(self, value: Self::I, to: &mut [u32; LANES]) {
+    fn store(self, value: Self::I, to: &mut [u32; LANES], _: usize) {
         *to = value;
     }
     #[inline(always)]
@@ -139,11 +143,11 @@ impl Simd for Portable {
         each(a, f32::from_bits)
     }
     #[inline(always)]
-    fn load_f(self, from: &[f32; LANES]) -> Self::F {
+    fn load_f(self, from: &[f32; LANES], _: usize) -> Self::F {
         *from
     }
     #[inline(always)]
-    fn store_f(self, value: Self::F, to: &mut [f32; LANES]) {
+    fn store_f(self, value: Self::F, to: &mut [f32; LANES], _: usize) {
         *to = value;
     }
     #[inline(always)]
@@ -159,7 +163,7 @@ impl Simd for Portable {
         both(a, b, |a, b| a * b)
     }
     #[inline(always)]
-    fn load_half(self, from: &[u16; LANES]) -> Self::F {
+    fn load_half(self, from: &[u16; LANES], _: usize) -> Self::F {
         each(*from, |h| f32::from_bits(((i32::from(h as i16) << 13) & HALF_MASK) as u32) * HALF_BIAS)
     }
 }
@@ -172,52 +176,54 @@ mod wasm {
 
     use super::{HALF_BIAS, HALF_MASK, LANES, Simd};
 
-    /// WebAssembly's SIMD128: four vectors.
+    /// WebAssembly's SIMD128: two vectors at a time, two times.
     #[derive(Debug, Clone, Copy)]
     pub struct Wasm;
 
-    type V = [v128; 4];
+    type V = [v128; 2];
 
     #[inline(always)]
     fn both(a: V, b: V, f: impl Fn(v128, v128) -> v128) -> V {
-        [f(a[0], b[0]), f(a[1], b[1]), f(a[2], b[2]), f(a[3], b[3])]
+        [f(a[0], b[0]), f(a[1], b[1])]
     }
 
-    /// Reads 64 bytes.
+    /// Reads 32 bytes, the first or second half.
     #[inline(always)]
-    fn load<T>(from: &[T; LANES]) -> V {
+    fn load<T>(from: &[T; LANES], part: usize) -> V {
         const { assert!(size_of::<T>() == 4) };
-        let at = from.as_ptr().cast::<v128>();
-        // SAFETY: `from` is 64 bytes long; v128.load allows any alignment.
-        unsafe { [v128_load(at), v128_load(at.add(1)), v128_load(at.add(2)), v128_load(at.add(3))] }
+        let at = from[part * LANES / 2..][..LANES / 2].as_ptr().cast::<v128>();
+        // SAFETY: the slice is 32 bytes long; v128.load allows any alignment.
+        unsafe { [v128_load(at), v128_load(at.add(1))] }
     }
 
     #[inline(always)]
-    fn store<T>(value: V, to: &mut [T; LANES]) {
+    fn store<T>(value: V, to: &mut [T; LANES], part: usize) {
         const { assert!(size_of::<T>() == 4) };
-        let at = to.as_mut_ptr().cast::<v128>();
-        for (i, v) in value.into_iter().enumerate() {
-            // SAFETY: `to` is 64 bytes long; v128.store allows any alignment.
-            unsafe { v128_store(at.add(i), v) };
+        let at = to[part * LANES / 2..][..LANES / 2].as_mut_ptr().cast::<v128>();
+        // SAFETY: the slice is 32 bytes long; v128.store allows any alignment.
+        unsafe {
+            v128_store(at, value[0]);
+            v128_store(at.add(1), value[1]);
         }
     }
 
     impl Simd for Wasm {
         type I = V;
         type F = V;
-        const ROWS: usize = 2;
+        const PARTS: usize = 2;
+        const ROWS: usize = 4;
 
         #[inline(always)]
-        fn load(self, from: &[u32; LANES]) -> V {
-            load(from)
+        fn load(self, from: &[u32; LANES], part: usize) -> V {
+            load(from, part)
         }
         #[inline(always)]
-        fn store(self, value: V, to: &mut [u32; LANES]) {
-            store(value, to);
+        fn store(self, value: V, to: &mut [u32; LANES], part: usize) {
+            store(value, to, part);
         }
         #[inline(always)]
         fn splat(self, value: i32) -> V {
-            [i32x4_splat(value); 4]
+            [i32x4_splat(value); 2]
         }
         #[inline(always)]
         fn and(self, a: V, b: V) -> V {
@@ -252,16 +258,16 @@ mod wasm {
             a
         }
         #[inline(always)]
-        fn load_f(self, from: &[f32; LANES]) -> V {
-            load(from)
+        fn load_f(self, from: &[f32; LANES], part: usize) -> V {
+            load(from, part)
         }
         #[inline(always)]
-        fn store_f(self, value: V, to: &mut [f32; LANES]) {
-            store(value, to);
+        fn store_f(self, value: V, to: &mut [f32; LANES], part: usize) {
+            store(value, to, part);
         }
         #[inline(always)]
         fn splat_f(self, value: f32) -> V {
-            [f32x4_splat(value); 4]
+            [f32x4_splat(value); 2]
         }
         #[inline(always)]
         fn add_f(self, a: V, b: V) -> V {
@@ -272,15 +278,15 @@ mod wasm {
             both(a, b, |a, b| f32x4_mul(a, b))
         }
         #[inline(always)]
-        fn load_half(self, from: &[u16; LANES]) -> V {
-            let at = from.as_ptr().cast::<i16>();
+        fn load_half(self, from: &[u16; LANES], part: usize) -> V {
+            let at = from[part * LANES / 2..][..LANES / 2].as_ptr().cast::<i16>();
             let four = |i: usize| {
-                // SAFETY: `from` is 32 bytes long, of which 8 are read at 8 i; any alignment is allowed.
+                // SAFETY: the slice is 16 bytes long, of which 8 are read at 8 i; any alignment is allowed.
                 let h = unsafe { i32x4_load_extend_i16x4(at.add(4 * i)) };
                 let bits = v128_and(i32x4_shl(h, 13), i32x4_splat(HALF_MASK));
                 f32x4_mul(bits, f32x4_splat(HALF_BIAS))
             };
-            [four(0), four(1), four(2), four(3)]
+            [four(0), four(1)]
         }
     }
 }
@@ -331,15 +337,16 @@ pub(super) mod x86 {
     impl Simd for Avx2 {
         type I = I2;
         type F = F2;
+        const PARTS: usize = 1;
         const ROWS: usize = 4;
 
         #[inline(always)]
-        fn load(self, from: &[u32; LANES]) -> I2 {
+        fn load(self, from: &[u32; LANES], _: usize) -> I2 {
             let at = from.as_ptr().cast::<__m256i>();
             unsafe { [_mm256_loadu_si256(at), _mm256_loadu_si256(at.add(1))] }
         }
         #[inline(always)]
-        fn store(self, value: I2, to: &mut [u32; LANES]) {
+        fn store(self, value: I2, to: &mut [u32; LANES], _: usize) {
             let at = to.as_mut_ptr().cast::<__m256i>();
             unsafe {
                 _mm256_storeu_si256(at, value[0]);
@@ -385,11 +392,11 @@ pub(super) mod x86 {
             unsafe { [_mm256_castsi256_ps(a[0]), _mm256_castsi256_ps(a[1])] }
         }
         #[inline(always)]
-        fn load_f(self, from: &[f32; LANES]) -> F2 {
+        fn load_f(self, from: &[f32; LANES], _: usize) -> F2 {
             unsafe { [_mm256_loadu_ps(from.as_ptr()), _mm256_loadu_ps(from.as_ptr().add(8))] }
         }
         #[inline(always)]
-        fn store_f(self, value: F2, to: &mut [f32; LANES]) {
+        fn store_f(self, value: F2, to: &mut [f32; LANES], _: usize) {
             unsafe {
                 _mm256_storeu_ps(to.as_mut_ptr(), value[0]);
                 _mm256_storeu_ps(to.as_mut_ptr().add(8), value[1]);
@@ -408,7 +415,7 @@ pub(super) mod x86 {
             unsafe { [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])] }
         }
         #[inline(always)]
-        fn load_half(self, from: &[u16; LANES]) -> F2 {
+        fn load_half(self, from: &[u16; LANES], _: usize) -> F2 {
             let at = from.as_ptr().cast::<__m128i>();
             unsafe { [_mm256_cvtph_ps(_mm_loadu_si128(at)), _mm256_cvtph_ps(_mm_loadu_si128(at.add(1)))] }
         }
@@ -417,14 +424,15 @@ pub(super) mod x86 {
     impl Simd for Avx512 {
         type I = __m512i;
         type F = __m512;
+        const PARTS: usize = 1;
         const ROWS: usize = 8;
 
         #[inline(always)]
-        fn load(self, from: &[u32; LANES]) -> __m512i {
+        fn load(self, from: &[u32; LANES], _: usize) -> __m512i {
             unsafe { _mm512_loadu_si512(from.as_ptr().cast()) }
         }
         #[inline(always)]
-        fn store(self, value: __m512i, to: &mut [u32; LANES]) {
+        fn store(self, value: __m512i, to: &mut [u32; LANES], _: usize) {
             unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), value) }
         }
         #[inline(always)]
@@ -464,11 +472,11 @@ pub(super) mod x86 {
             unsafe { _mm512_castsi512_ps(a) }
         }
         #[inline(always)]
-        fn load_f(self, from: &[f32; LANES]) -> __m512 {
+        fn load_f(self, from: &[f32; LANES], _: usize) -> __m512 {
             unsafe { _mm512_loadu_ps(from.as_ptr()) }
         }
         #[inline(always)]
-        fn store_f(self, value: __m512, to: &mut [f32; LANES]) {
+        fn store_f(self, value: __m512, to: &mut [f32; LANES], _: usize) {
             unsafe { _mm512_storeu_ps(to.as_mut_ptr(), value) }
         }
         #[inline(always)]
@@ -484,7 +492,7 @@ pub(super) mod x86 {
             unsafe { _mm512_mul_ps(a, b) }
         }
         #[inline(always)]
-        fn load_half(self, from: &[u16; LANES]) -> __m512 {
+        fn load_half(self, from: &[u16; LANES], _: usize) -> __m512 {
             unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.as_ptr().cast())) }
         }
     }
