@@ -538,7 +538,7 @@ fn a_generation_that_ended_refuses_to_go_on() {
 
     let (mut generation, _) =
         Generation::start(&case.prompt, Some(ADAPTER), &case.options(), &geometry(64), StopRules::default()).unwrap();
-    generation.stop();
+    generation.end(super::stop::FinishReason::Stop);
     assert_eq!(generation.finish_reason(), Some(FinishReason::Stop));
     assert!(generation.advance(&output).is_err());
 }

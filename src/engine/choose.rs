@@ -2,7 +2,7 @@
 
 use web_time::Instant;
 
-use super::logits::causal_list;
+use super::probe::causal_rows;
 use super::{Calls, Model};
 use crate::decode::draft_rows;
 use crate::decode::plan::{CallKind, CallPlan};
@@ -76,8 +76,8 @@ impl Model {
             model.calls.answer(ticket).await?;
             Ok(ms(sent))
         };
-        time(self, &CallPlan::new(CallKind::Prefill, causal_list(0, head))).await?;
-        let one = CallPlan::new(CallKind::Decode, causal_list(PREFIX, tail.get(..1).unwrap_or(tail)));
+        time(self, &CallPlan::new(CallKind::Prefill, causal_rows(0, head))).await?;
+        let one = CallPlan::new(CallKind::Decode, causal_rows(PREFIX, tail.get(..1).unwrap_or(tail)));
         time(self, &one).await?;
         let alone = time(self, &one).await?.min(time(self, &one).await?);
 
@@ -88,7 +88,7 @@ impl Model {
             if ms(begun) > BUDGET_MS {
                 break;
             }
-            let mut rows = causal_list(PREFIX, tail.get(..k as usize + 1).unwrap_or(tail));
+            let mut rows = causal_rows(PREFIX, tail.get(..k as usize + 1).unwrap_or(tail));
             rows.extend(draft_rows(rules, PREFIX, tail.first().copied().unwrap_or(0), w));
             let count = rows.len();
             let took = time(self, &CallPlan::new(CallKind::Decode, rows)).await?;
