@@ -4,6 +4,7 @@ use serde_json::{Value, json};
 use web_time::Instant;
 
 use super::Model;
+use super::calls::Calls;
 use super::probe::{causal_call, causal_rows, run_plan};
 use crate::decode::draft_rows;
 use crate::decode::plan::{CallKind, CallPlan};
@@ -104,7 +105,42 @@ impl Model {
                 })
             })
             .collect();
-        Ok(json!({ "backend": self.facts.backend_name(), "weight_bytes": self.facts.weight_bytes, "calls": table }))
+        let work = self.call_work().await?;
+        Ok(json!({
+            "backend": self.facts.backend_name(),
+            "weight_bytes": self.facts.weight_bytes,
+            "layers": self.program.arch.layers.len(),
+            "calls": table,
+            "work": work,
+        }))
+    }
+
+    /// Exact counts of a call's work on the GPU, without draft rows and with a default draft block: dispatches, and bytes of
+    /// weights and adapter bound. Null on other backends.
+    async fn call_work(&mut self) -> Result<Value> {
+        let plain = causal_call(CallKind::Decode, PREFIX, &[0]);
+        let mut plans = vec![("autoregressive", plain)];
+        if let Some(rules) = self.program.draft {
+            let mut rows = causal_rows(PREFIX, &[0; 5]);
+            rows.extend(draft_rows(rules, PREFIX, 0, 7));
+            plans.push(("packed", CallPlan::new(CallKind::Decode, rows)));
+        }
+        let mut work = serde_json::Map::new();
+        for (name, plan) in plans {
+            let ticket = self.calls.submit(&plan)?;
+            self.calls.answer(ticket).await?;
+            let Calls::Gpu(gpu) = &self.calls else { return Ok(Value::Null) };
+            let counters = gpu.counters();
+            work.insert(
+                name.into(),
+                json!({
+                    "rows": plan.rows().len(),
+                    "dispatches": counters.dispatches,
+                    "weight_bytes_bound": counters.weight_bytes,
+                }),
+            );
+        }
+        Ok(Value::Object(work))
     }
 }
 
