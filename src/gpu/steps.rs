@@ -17,8 +17,6 @@ use crate::weights::packed::{Format, TILE};
 pub(super) const NONE: u32 = u32::MAX;
 /// Entries of the vocabulary that a workgroup of `argmax.wgsl` owns (`CHUNK` there).
 pub(super) const ARGMAX_CHUNK: usize = 4096;
-/// Most query heads that share loads of K and V in one workgroup.
-const ATTENTION_HEADS: usize = 8;
 /// Bytes between parameter blocks: the largest alignment a device may ask for.
 const PARAMS_STRIDE: u64 = 256;
 
@@ -224,7 +222,7 @@ impl<'a> Builder<'a> {
     fn attention(&mut self, layer: usize, window: Option<u32>) -> Result<Draft<'a>> {
         let arch = &self.program.arch;
         let shared_by = arch.num_attention_heads / arch.num_key_value_heads.max(1);
-        let chunks = shared_by.div_ceil(ATTENTION_HEADS);
+        let chunks = shared_by.div_ceil(variants::attention_heads(arch.head_dim));
         let heads = shared_by.div_ceil(chunks.max(1));
         let units = arch.head_dim.div_ceil(4);
         let kernel = variants::attention(self.kv, self.gpu.info().subgroups, heads as u32, units as u32);

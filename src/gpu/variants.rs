@@ -124,6 +124,12 @@ pub fn rope_kv(kv: KvStorage, subgroups: bool) -> Kernel {
     }
 }
 
+/// Most query heads that share loads of K and V in one workgroup: 16 KB of workgroup memory is what every device has.
+#[must_use]
+pub fn attention_heads(head_dim: usize) -> usize {
+    if head_dim > 128 { 4 } else { 8 }
+}
+
 /// Attention of `heads` query heads a workgroup, with heads of `units` times four dimensions (rounded up).
 #[must_use]
 pub fn attention(kv: KvStorage, subgroups: bool, heads: u32, units: u32) -> Kernel {
@@ -244,7 +250,9 @@ pub fn all() -> Vec<Kernel> {
     for subgroups in [false, true] {
         for kv in [KvStorage::F32, KvStorage::F16, KvStorage::Pack16] {
             list.push(rope_kv(kv, subgroups));
-            list.extend([(1, 16), (3, 16), (8, 64), (4, 5)].map(|(heads, units)| attention(kv, subgroups, heads, units)));
+            list.extend(
+                [(1, 16), (3, 16), (8, 32), (4, 64), (4, 5)].map(|(heads, units)| attention(kv, subgroups, heads, units)),
+            );
         }
         list.extend([argmax(subgroups), argmax_merge(subgroups)]);
     }

@@ -259,7 +259,7 @@ fn attention_over_ranges_tiles_and_windows() {
                 let all = [pad(&keys), pad(&values)].concat();
                 let cache = if kv == KvStorage::F32 { floats(&all) } else { halves(&all) };
                 let shared_by = query / key_value;
-                let chunks = shared_by.div_ceil(8);
+                let chunks = shared_by.div_ceil(variants::attention_heads(dim));
                 let kernel =
                     variants::attention(kv, gpu.info().subgroups, shared_by.div_ceil(chunks) as u32, dim.div_ceil(4) as u32);
                 let params = vec![
