@@ -1,8 +1,9 @@
 //! `y = norm * (W x) + bias + LoRA` for one or many rows: the kernel that reads the weights.
 //!
-//! Output is tile by tile, `y[tile][row][lane]`, so that a tile's weights are read once for all rows and threads write
-//! apart. Few rows take the *direct* way: a weight word goes from memory through registers into all of them. Many rows
-//! take the *buffered* way: a group of weights is unpacked into the first-level cache once, then every row passes over it.
+//! Output is tile by tile, `y[tile][row][lane]`, so that a tile's weights are read from memory once for all rows and threads
+//! write apart. Rows take the *direct* way where registers hold the sums of all of them, or of eight at a time: a weight word
+//! goes through registers into every row. Else they take the *buffered* way: a group of weights is unpacked into the
+//! first-level cache once, then every row passes over it.
 //! Both add the same numbers in the same order, so a row's result has the same bits whatever rows share the call:
 //!
 //! - affine: integer dot products per group (exact), then `y += (scale * step) * dot; y += bias * sum`, group by group;
@@ -63,8 +64,6 @@ simd_fn! {
 
 /// Pairs per turn of the innermost loop.
 const UNROLL: usize = 1;
-/// Most rows of the direct way.
-const DIRECT: usize = 2;
 
 #[inline(always)]
 fn product_tiles<S: Simd>(s: S, op: &Product<'_>, first: usize, y: &mut [Line<f32>]) {
@@ -163,53 +162,94 @@ fn affine<S: Simd, const BITS: usize, const WORDS: usize, const PAIRS: usize>(
     y: &mut [Line<f32>],
 ) {
     let pairs = x.pairs.as_chunks::<PAIRS>().0;
-    // `WORDS` again, but the compiler does not know.
     let words = tiles.lines / tiles.groups.max(1);
     let data = tiles.data.chunks_exact(tiles.lines).zip(tiles.scales.chunks_exact(tiles.groups));
     for ((data, scales), y) in data.zip(y.chunks_exact_mut(x.rows)) {
-        let data = data.as_chunks::<WORDS>().0;
-        match x.rows {
-            1 => {
-                for part in 0..S::PARTS {
-                    direct::<S, BITS, WORDS, PAIRS, 1>(s, data, scales, tiles.format, pairs, &x.scales, y, part, words);
-                }
-            }
-            DIRECT => {
-                for part in 0..S::PARTS {
-                    direct::<S, BITS, WORDS, PAIRS, DIRECT>(s, data, scales, tiles.format, pairs, &x.scales, y, part, words);
-                }
-            }
-            _ => buffered::<S, BITS, WORDS, PAIRS>(s, data, scales, tiles.format, pairs, &x.scales, y),
+        let weights = Weights { data: data.as_chunks::<WORDS>().0, scales, format: tiles.format, words };
+        if x.rows > S::DIRECT {
+            buffered::<S, BITS, WORDS, PAIRS>(s, weights, pairs, &x.scales, y);
+            continue;
+        }
+        let mut row = 0;
+        while row < x.rows {
+            row += match (x.rows - row).min(S::ROWS) {
+                8.. => direct::<S, BITS, WORDS, PAIRS, 8>(s, weights, pairs, &x.scales, row, y),
+                4.. => direct::<S, BITS, WORDS, PAIRS, 4>(s, weights, pairs, &x.scales, row, y),
+                2.. => direct::<S, BITS, WORDS, PAIRS, 2>(s, weights, pairs, &x.scales, row, y),
+                _ => direct::<S, BITS, WORDS, PAIRS, 1>(s, weights, pairs, &x.scales, row, y),
+            };
         }
     }
 }
 
+/// A tile of an affine matrix, in groups of `WORDS` words.
+#[derive(Clone, Copy)]
+struct Weights<'a, const WORDS: usize> {
+    data: &'a [[Line<u32>; WORDS]],
+    scales: &'a [Line<u32>],
+    format: ScaleFormat,
+    /// `WORDS` as a number the compiler does not know.
+    words: usize,
+}
+
+/// Computes a tile for `R` rows from `row` on; returns `R`.
 #[cfg_attr(target_arch = "wasm32", inline(never))]
 #[cfg_attr(not(target_arch = "wasm32"), inline(always))]
-#[allow(clippy::too_many_arguments, reason = "one place calls it")]
 fn direct<S: Simd, const BITS: usize, const WORDS: usize, const PAIRS: usize, const R: usize>(
     s: S,
-    data: &[[Line<u32>; WORDS]],
-    scales: &[Line<u32>],
-    format: ScaleFormat,
+    w: Weights<'_, WORDS>,
     x: &[[i32; PAIRS]],
     x_scales: &[Scale],
+    row: usize,
     y: &mut [Line<f32>],
-    part: usize,
-    words: usize,
-) {
-    let mut out = [s.splat_f(0.0); R];
-    let x = x.as_chunks::<R>().0.iter().zip(x_scales.as_chunks::<R>().0);
-    for ((data, scale), (x, x_scale)) in data.iter().zip(scales).zip(x) {
-        let dots = if BITS == 4 { direct4(s, data, x, part, words) } else { direct8(s, data, x, part, words) };
-        let scale = scale_and_bias(s, scale, format, part);
+) -> usize {
+    let rows = y.len();
+    for part in 0..S::PARTS {
+        let mut out = [s.splat_f(0.0); R];
+        let x = x.chunks_exact(rows).zip(x_scales.chunks_exact(rows));
+        for ((data, scale), (x, x_scale)) in w.data.iter().zip(w.scales).zip(x) {
+            let (Some(x), Some(x_scale)) = (x[row..].first_chunk::<R>(), x_scale[row..].first_chunk::<R>()) else {
+                return R;
+            };
+            let dots = match (BITS, R) {
+                (4, ..=2) => direct4(s, data, x, part, w.words),
+                (4, _) => direct4_wide(s, data, x, part),
+                _ => direct8(s, data, x, part, w.words),
+            };
+            let scale = scale_and_bias(s, scale, w.format, part);
+            for r in 0..R {
+                out[r] = fold(s, out[r], scale, dots[r], x_scale[r]);
+            }
+        }
         for r in 0..R {
-            out[r] = fold(s, out[r], scale, dots[r], x_scale[r]);
+            s.store_f(out[r], &mut y[row + r].0, part);
         }
     }
-    for r in 0..R {
-        s.store_f(out[r], &mut y[r].0, part);
+    R
+}
+
+/// Dot products of a group of 4-bit weights for so many rows that their sums fill the registers.
+#[inline(always)]
+fn direct4_wide<S: Simd, const WORDS: usize, const PAIRS: usize, const R: usize>(
+    s: S,
+    data: &[Line<u32>; WORDS],
+    x: &[[i32; PAIRS]; R],
+    part: usize,
+) -> [S::I; R] {
+    let mask = s.splat(0x000F_000F);
+    let mut sum = [s.splat(0); R];
+    for i in 0..WORDS {
+        let word = s.load(&data[i].0, part);
+        let (a, b) = (s.and(word, mask), s.and(s.shr::<8>(word), mask));
+        let (c, d) = (s.and(s.shr::<4>(word), mask), s.and(s.shr::<12>(word), mask));
+        for r in 0..R {
+            sum[r] = s.dot(sum[r], a, s.splat(x[r][4 * i]));
+            sum[r] = s.dot(sum[r], b, s.splat(x[r][4 * i + 1]));
+            sum[r] = s.dot(sum[r], c, s.splat(x[r][4 * i + 2]));
+            sum[r] = s.dot(sum[r], d, s.splat(x[r][4 * i + 3]));
+        }
     }
+    sum
 }
 
 /// Dot products of a group of 4-bit weights, nibbles in place: those in the upper half of a byte count sixteenfold
@@ -279,9 +319,7 @@ fn fold<S: Simd>(s: S, y: S::F, (scale, bias): (S::F, S::F), dot: S::I, x: Scale
 #[inline(always)]
 fn buffered<S: Simd, const BITS: usize, const WORDS: usize, const PAIRS: usize>(
     s: S,
-    data: &[[Line<u32>; WORDS]],
-    scales: &[Line<u32>],
-    format: ScaleFormat,
+    w: Weights<'_, WORDS>,
     x: &[[i32; PAIRS]],
     x_scales: &[Scale],
     y: &mut [Line<f32>],
@@ -290,16 +328,16 @@ fn buffered<S: Simd, const BITS: usize, const WORDS: usize, const PAIRS: usize>(
     let mut pairs = [Line([0u32; LANES]); PAIRS];
     y.fill(Line([0.0; LANES]));
     let x = x.chunks_exact(rows).zip(x_scales.chunks_exact(rows));
-    for ((data, scale), (x, x_scale)) in data.iter().zip(scales).zip(x) {
+    for ((data, scale), (x, x_scale)) in w.data.iter().zip(w.scales).zip(x) {
         unpack::<S, BITS>(s, data, &mut pairs);
         let mut row = 0;
         while row < rows {
             let (x, x_scale, y) = (&x[row..], &x_scale[row..], &mut y[row..]);
             row += match (rows - row).min(S::ROWS) {
-                8.. => pass::<S, PAIRS, 8>(s, &pairs, (scale, format), x, x_scale, y),
-                4.. => pass::<S, PAIRS, 4>(s, &pairs, (scale, format), x, x_scale, y),
-                2.. => pass::<S, PAIRS, 2>(s, &pairs, (scale, format), x, x_scale, y),
-                _ => pass::<S, PAIRS, 1>(s, &pairs, (scale, format), x, x_scale, y),
+                8.. => pass::<S, PAIRS, 8>(s, &pairs, (scale, w.format), x, x_scale, y),
+                4.. => pass::<S, PAIRS, 4>(s, &pairs, (scale, w.format), x, x_scale, y),
+                2.. => pass::<S, PAIRS, 2>(s, &pairs, (scale, w.format), x, x_scale, y),
+                _ => pass::<S, PAIRS, 1>(s, &pairs, (scale, w.format), x, x_scale, y),
             };
         }
     }

@@ -28,6 +28,8 @@ pub trait Simd: Copy {
     const PARTS: usize;
     /// Rows of a call that a product keeps in registers at once.
     const ROWS: usize;
+    /// Most rows of a product that read packed weights directly; more rows unpack a group into a buffer first.
+    const DIRECT: usize;
 
     fn load(self, from: &[u32; LANES], part: usize) -> Self::I;
     fn store(self, value: Self::I, to: &mut [u32; LANES], part: usize);
@@ -95,6 +97,7 @@ impl Simd for Portable {
     type F = [f32; LANES];
     const PARTS: usize = 1;
     const ROWS: usize = 2;
+    const DIRECT: usize = 2;
 
     #[inline(always)]
     fn load(self, from: &[u32; LANES], _: usize) -> Self::I {
@@ -212,6 +215,7 @@ mod wasm {
         type F = V;
         const PARTS: usize = 2;
         const ROWS: usize = 4;
+        const DIRECT: usize = 2;
 
         #[inline(always)]
         fn load(self, from: &[u32; LANES], part: usize) -> V {
@@ -339,6 +343,7 @@ pub(super) mod x86 {
         type F = F2;
         const PARTS: usize = 1;
         const ROWS: usize = 4;
+        const DIRECT: usize = 2;
 
         #[inline(always)]
         fn load(self, from: &[u32; LANES], _: usize) -> I2 {
@@ -426,6 +431,7 @@ pub(super) mod x86 {
         type F = __m512;
         const PARTS: usize = 1;
         const ROWS: usize = 8;
+        const DIRECT: usize = usize::MAX;
 
         #[inline(always)]
         fn load(self, from: &[u32; LANES], _: usize) -> __m512i {

@@ -13,6 +13,7 @@ pub struct KeyValues<'a, T> {
 
 /// Twin: `attn[r, h] = sum_j p_j v_j`, `p = softmax(q_h . k_j / sqrt(Dh))` over [`super::CallRow::keys`] in their order.
 /// `qkv` is `[T, stride]` with rotated queries first, `attn` is `[T, attn_stride]`.
+#[allow(clippy::too_many_arguments, reason = "the kernel's bindings, one by one")]
 pub fn attention<T: Copy + Into<f64>, K: Copy + Into<f64>>(
     rows: CallRows<'_>,
     heads: Heads,

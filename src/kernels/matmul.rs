@@ -97,8 +97,8 @@ pub fn product<T: Copy + Into<f64>>(op: &Operands<'_, T>) -> Vec<f64> {
             if let Some(lora) = op.lora.as_ref().filter(|l| l.adapter.contains(&r)) {
                 let inner = &lora.inner[r * lora.stride + segment(&lora.spec, o) * lora.spec.rank..];
                 let mut sum = 0.0;
-                for j in 0..lora.spec.rank {
-                    sum += lora.b.get(o, j) * inner[j].into();
+                for (j, &v) in inner.iter().take(lora.spec.rank).enumerate() {
+                    sum += lora.b.get(o, j) * v.into();
                 }
                 value += f64::from(lora.spec.scale) * sum;
             }

@@ -200,8 +200,11 @@ pub(crate) mod testing {
         m
     }
 
+    /// What [`words`] takes of a row.
+    pub type WordsOf = (u32, u32, u32, Range<u32>, Range<u32>);
+
     /// Words of a call: `(token, position, slot, cache, scratch)` per row, all with query scale 1.
-    pub fn words(rows: &[(u32, u32, u32, Range<u32>, Range<u32>)], adapter: Range<u32>, choose: Range<u32>) -> Vec<u32> {
+    pub fn words(rows: &[WordsOf], adapter: Range<u32>, choose: Range<u32>) -> Vec<u32> {
         let mut out = vec![0; HEADER_WORDS];
         out[..5].copy_from_slice(&[rows.len() as u32, adapter.start, adapter.end, choose.start, choose.end]);
         for (token, position, slot, cache, scratch) in rows {
