@@ -94,7 +94,7 @@ mod native {
         #[arg(long, conflicts_with = "tokens", required_unless_present = "tokens")]
         prompt: Option<String>,
         /// Render the prompt as a user's message with the model's chat template
-        #[arg(long, requires = "prompt")]
+        #[arg(long, requires = "prompt", conflicts_with = "tokens")]
         chat: bool,
         /// Token ids to continue, as `1,2,3`; nothing is added to them
         #[arg(long, value_delimiter = ',', value_name = "IDS")]
@@ -162,10 +162,7 @@ mod native {
     pub fn main() -> ExitCode {
         let cli = match Cli::try_parse() {
             Ok(cli) => cli,
-            Err(error) => {
-                let _ = error.print();
-                return if error.use_stderr() { ExitCode::from(2) } else { ExitCode::SUCCESS };
-            }
+            Err(error) => return refuse(&error),
         };
         let outcome = pollster::block_on(async {
             match cli.command {
@@ -182,6 +179,25 @@ mod native {
                 ExitCode::FAILURE
             }
         }
+    }
+
+    /// Says in one sentence why arguments cannot be read; prints help where that was asked for or nothing was.
+    fn refuse(error: &clap::Error) -> ExitCode {
+        use clap::error::ErrorKind as Kind;
+        if !error.use_stderr() {
+            let _ = error.print();
+            return ExitCode::SUCCESS;
+        }
+        if error.kind() == Kind::DisplayHelpOnMissingArgumentOrSubcommand {
+            let _ = error.print();
+        } else {
+            // The first paragraph says what is wrong; usage and tips follow.
+            let text = error.render().to_string();
+            let lines: Vec<_> = text.lines().map(str::trim).take_while(|line| !line.is_empty()).collect();
+            let sentence = lines.join(" ");
+            eprintln!("forecall: {}; see forecall --help", sentence.strip_prefix("error: ").unwrap_or(&sentence));
+        }
+        ExitCode::from(2)
     }
 
     async fn load(args: &ModelArgs) -> Result<Model> {

@@ -1,0 +1,440 @@
+//! The command line as a program: what it prints where, what it exits with, and that whatever is wrong is said in one
+//! readable sentence that names the thing.
+
+mod checkpoints;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use checkpoints::{Golden, golden_folder, ids};
+use serde_json::Value;
+
+/// What the program said.
+#[derive(Debug)]
+struct Outcome {
+    code: i32,
+    stdout: String,
+    stderr: String,
+}
+
+/// Runs the program with the arguments of `line`, split at blanks, and `more`.
+fn forecall(line: &str, more: &[&str]) -> Outcome {
+    let arguments = line.split_whitespace().chain(more.iter().copied());
+    let output = Command::new(env!("CARGO_BIN_EXE_forecall")).args(arguments).output().expect("the program starts");
+    let text = |bytes| String::from_utf8(bytes).expect("UTF-8");
+    Outcome { code: output.status.code().expect("no signal"), stdout: text(output.stdout), stderr: text(output.stderr) }
+}
+
+/// `--model DIR --backend cpu` for a golden checkpoint.
+fn model(name: &str) -> String {
+    on_cpu(&golden_folder(name))
+}
+
+fn on_cpu(folder: &Path) -> String {
+    format!("--model {} --backend cpu", folder.display())
+}
+
+const TIED: &str = "tiny-llama-tied";
+
+impl Outcome {
+    /// Success: stdout is one JSON object on one line.
+    fn json(&self) -> Value {
+        assert_eq!(self.code, 0, "{self:?}");
+        assert_eq!(self.stdout.trim_end().lines().count(), 1, "{self:?}");
+        let value: Value = serde_json::from_str(&self.stdout).unwrap_or_else(|e| panic!("{e}: {self:?}"));
+        assert!(value.is_object());
+        value
+    }
+
+    /// Failure of the work: nothing on stdout, and one line on stderr that has every word of `names`.
+    fn refused(&self, names: &[&str]) {
+        assert_eq!((self.code, self.stdout.as_str()), (1, ""), "{self:?}");
+        let line = self.stderr.strip_prefix("forecall: ").unwrap_or_else(|| panic!("{self:?}"));
+        assert_eq!(line.trim_end().lines().count(), 1, "one sentence: {self:?}");
+        assert!(line.len() > 20 && !line.contains("panicked") && !line.contains("internal error"), "{self:?}");
+        for name in names {
+            assert!(line.contains(name), "\"{name}\" is not named: {self:?}");
+        }
+    }
+
+    /// Failure to read the arguments.
+    fn usage(&self, name: &str) {
+        assert_eq!((self.code, self.stdout.as_str()), (2, ""), "{self:?}");
+        assert!(self.stderr.starts_with("forecall: ") && self.stderr.contains(name), "{self:?}");
+        assert_eq!(self.stderr.trim_end().lines().count(), 1, "one sentence: {self:?}");
+    }
+}
+
+/// A copy of a golden checkpoint that a test may spoil; gone with the value.
+struct Copied(PathBuf);
+
+impl Copied {
+    fn new(name: &str) -> Self {
+        static COUNT: AtomicUsize = AtomicUsize::new(0);
+        let folder = format!("cli-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(folder);
+        let (from, adapter) = (golden_folder(name), folder.join("draft_adapter"));
+        std::fs::create_dir_all(&adapter).unwrap();
+        for file in ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"] {
+            if from.join(file).is_file() {
+                std::fs::copy(from.join(file), folder.join(file)).unwrap();
+            }
+        }
+        for file in ["adapter_config.json", "adapter_model.safetensors"] {
+            std::fs::copy(from.join("draft_adapter").join(file), adapter.join(file)).unwrap();
+        }
+        Self(folder)
+    }
+
+    fn path(&self, file: &str) -> PathBuf {
+        self.0.join(file)
+    }
+
+    /// Sets a field of a JSON file.
+    fn set(&self, file: &str, field: &str, value: Value) -> &Self {
+        let mut json = checkpoints::json(&self.path(file));
+        json[field] = value;
+        std::fs::write(self.path(file), json.to_string()).unwrap();
+        self
+    }
+
+    /// Changes a tensor's entry in a safetensors header.
+    fn edit(&self, file: &str, tensor: &str, change: impl FnOnce(&mut Value)) -> &Self {
+        let bytes = std::fs::read(self.path(file)).unwrap();
+        let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        let mut header: Value = serde_json::from_slice(&bytes[8..8 + length]).unwrap();
+        let entry = header.get_mut(tensor).unwrap_or_else(|| panic!("no {tensor}"));
+        change(entry);
+        let header = header.to_string();
+        let parts = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &bytes[8 + length..]];
+        std::fs::write(self.path(file), parts.concat()).unwrap();
+        self
+    }
+
+    fn generate(&self) -> Outcome {
+        forecall(&format!("generate {} --tokens 1,2 --max-tokens 2", on_cpu(&self.0)), &[])
+    }
+}
+
+impl Drop for Copied {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+#[test]
+fn an_untouched_copy_runs() {
+    for name in checkpoints::GOLDEN {
+        let done = Copied::new(name).generate();
+        assert_eq!(done.code, 0, "{done:?}");
+    }
+}
+
+#[test]
+fn stdout_is_the_text_and_nothing_else() {
+    let done = forecall(&format!("generate {} --max-tokens 20", model(TIED)), &["--prompt", "every morning"]);
+    assert_eq!((done.code, done.stdout.as_str()), (0, " the baker gets up b\n"), "{done:?}");
+    assert!(done.stderr.contains("20 tokens"), "a summary goes to stderr: {done:?}");
+    // Without a tokenizer there is no text, so the ids are printed.
+    let truth = Golden::read("tiny-llama");
+    let (prompt, tokens) = (ids(&truth.json["prompt"]), ids(&truth.json["greedy"][0]["tokens"]));
+    let join = |ids: &[u32]| ids.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
+    let done = forecall(&format!("generate {} --max-tokens 6 --tokens {}", model("tiny-llama"), join(&prompt)), &[]);
+    assert_eq!((done.code, done.stdout), (0, join(&tokens[..6]) + "\n"));
+}
+
+#[test]
+fn json_has_every_field_and_exactly_n_tokens() {
+    for schedule in ["autoregressive", "two-call", "two-call-seed", "packed", "anchored", "quadratic", "quadratic-shared"] {
+        for count in [1, 2, 7, 33] {
+            let line = format!("generate {} --json --schedule {schedule} --max-tokens {count}", model(TIED));
+            let done = forecall(&line, &["--prompt", "every morning"]).json();
+            let tokens = ids(&done["tokens"]);
+            assert_eq!(tokens.len(), count, "{done}");
+            assert_eq!(done["text"].as_str().unwrap().len(), count, "a byte tokenizer: {done}");
+            assert_eq!((&done["finish_reason"], &done["schedule"]), (&"length".into(), &schedule.into()));
+            let per_call = done["per_call"].as_array().unwrap();
+            assert_eq!(done["calls"], per_call.len());
+            let sum = |field: &str| per_call.iter().map(|c| c[field].as_u64().unwrap()).sum::<u64>();
+            assert_eq!(done["rows"], sum("rows"));
+            assert!(sum("accepted") <= sum("drafted"));
+            assert_eq!(done["prefill"]["calls"], 1);
+            assert!(done["prefill"]["rows"].as_u64().unwrap() >= 13);
+            for phase in ["tokenize", "first_token", "prefill", "decode", "total"] {
+                assert!(done["timings_ms"][phase].as_f64().unwrap() >= 0.0, "{done}");
+            }
+            if schedule == "autoregressive" {
+                assert_eq!((&done["calls"], &done["rows"]), (&(count - 1).into(), &(count - 1).into()));
+                assert_eq!(done["prefill"]["rows"], 13);
+            } else if count == 33 {
+                assert!(sum("accepted") > 0, "{done}");
+            }
+        }
+    }
+}
+
+/// The trained checkpoint's third text has an end id at place 9, reached by a run of accepted tokens.
+#[test]
+fn an_end_id_inside_an_accepted_run_cuts_there() {
+    let truth = Golden::read(TIED);
+    let text = &truth.json["greedy"][2];
+    let (prompt, tokens) = (ids(&text["prompt"]), ids(&text["tokens"]));
+    let end = text["first_end"].as_u64().unwrap() as usize;
+    let prompt = prompt.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
+    for schedule in ["autoregressive", "two-call", "two-call-seed", "packed", "anchored", "quadratic", "quadratic-shared"] {
+        let line = format!("generate {} --json --schedule {schedule} --tokens {prompt}", model(TIED));
+        let done = forecall(&format!("{line} --max-tokens 48"), &[]).json();
+        assert_eq!(ids(&done["tokens"]), tokens[..=end], "{schedule}: the end id is the last token");
+        assert_eq!((&done["finish_reason"], &done["text"]), (&"stop".into(), &" vu 🍞\n".into()), "{schedule}");
+        let done = forecall(&format!("{line} --max-tokens 48 --ignore-eos"), &[]).json();
+        assert_eq!(ids(&done["tokens"]), tokens, "{schedule}: an ordinary token");
+        assert_eq!(done["finish_reason"], "length");
+    }
+    // With another end id, in the middle of what one call accepted, the text is cut there: the first call accepts four.
+    let copy = Copied::new(TIED);
+    copy.set("config.json", "eos_token_id", tokens[2].into());
+    let line = format!("generate {} --json --schedule packed --tokens {prompt} --max-tokens 48", on_cpu(&copy.0));
+    let done = forecall(&line, &[]).json();
+    assert_eq!(ids(&done["tokens"]), tokens[..=2], "{done}");
+    assert_eq!(done["finish_reason"], "stop");
+    let last = done["per_call"].as_array().unwrap().last().unwrap();
+    assert!(last["accepted"].as_u64().unwrap() >= 2, "the cut is inside an accepted run: {done}");
+}
+
+#[test]
+fn all_backends_print_the_same_ids() {
+    let texts: Vec<Value> = ["cpu", "reference", "gpu"]
+        .iter()
+        .map(|backend| {
+            let folder = golden_folder(TIED);
+            let line =
+                format!("generate --model {} --backend {backend} --json --max-tokens 24 --schedule packed", folder.display());
+            forecall(&line, &["--prompt", "every morning"]).json()["tokens"].clone()
+        })
+        .collect();
+    assert_eq!(texts[0], texts[1]);
+    assert_eq!(texts[0], texts[2]);
+}
+
+#[test]
+fn adapter_none_leaves_the_drafter_out() {
+    let line = format!("generate {} --adapter none --json --max-tokens 8", model(TIED));
+    let done = forecall(&line, &["--prompt", "every morning"]).json();
+    assert_eq!((&done["schedule"], &done["calls"]), (&"autoregressive".into(), &7.into()));
+    for schedule in ["two-call", "packed", "quadratic"] {
+        forecall(&format!("{line} --schedule {schedule}"), &["--prompt", "every morning"]).refused(&[
+            schedule,
+            "drafter",
+            "autoregressive",
+        ]);
+    }
+    let adapter = golden_folder(TIED).join("draft_adapter");
+    let line = format!("generate {} --adapter {} --json --max-tokens 8 --schedule packed", model(TIED), adapter.display());
+    assert_eq!(forecall(&line, &["--prompt", "every morning"]).json()["tokens"], done["tokens"]);
+    forecall(&format!("generate {} --adapter /no/such/place --tokens 1", model(TIED)), &[]).refused(&["/no/such/place"]);
+    let other = golden_folder("tiny-llama").join("draft_adapter");
+    forecall(&format!("generate {} --adapter {} --tokens 1", model(TIED), other.display()), &[])
+        .refused(&["lora_A", "[4, 72]", "[4, 96]"]);
+}
+
+#[test]
+fn logits_prints_the_raw_rows() {
+    let truth = Golden::read("tiny-llama");
+    let prompt = ids(&truth.json["prompt"]).iter().map(u32::to_string).collect::<Vec<_>>().join(",");
+    let line = format!("logits {} --tokens {prompt}", model("tiny-llama"));
+    let rows = |value: &Value| -> Vec<f32> {
+        let rows = value.as_array().unwrap().iter();
+        rows.flat_map(|row| row.as_array().unwrap()).map(|v| v.as_f64().unwrap() as f32).collect()
+    };
+    let plain = forecall(&line, &[]).json();
+    assert!(plain.get("draft").is_none());
+    let drafted = forecall(&format!("{line} --draft-width 7"), &[]).json();
+    for (name, value) in
+        [("causal.logits", &plain["causal"]), ("causal.logits", &drafted["causal"]), ("draft.w7.logits", &drafted["draft"])]
+    {
+        let error = checkpoints::distance(&rows(value), &truth.tensor(name).values, truth.logit_range());
+        assert!(error < 1e-4, "{name}: {error}");
+    }
+    let fits = ["draft width", "159"];
+    forecall(&format!("{line} --draft-width 0"), &[]).refused(&fits);
+    forecall(&format!("{line} --draft-width 4000000000"), &[]).refused(&fits);
+    forecall(&format!("{line} --draft-width 3 --adapter none"), &[]).refused(&["drafter"]);
+    forecall(&format!("logits {} --tokens 1,211", model("tiny-llama")), &[]).refused(&["211"]);
+    forecall(&format!("{line} --context 5"), &[]).refused(&["13 tokens", "5"]);
+}
+
+#[test]
+fn info_says_what_the_model_is() {
+    let info = forecall(&format!("info {} --json", model("tiny-llama-q4")), &[]).json();
+    let same = |field: &str, value: Value| assert_eq!(info[field], value, "{field}");
+    same("model_type", "llama".into());
+    same("num_hidden_layers", 3.into());
+    same("vocab_size", 211.into());
+    same("context_length", 512.into());
+    same("tokenizer", false.into());
+    same("row_invariant", true.into());
+    same("backend", "cpu".into());
+    same("end_ids", vec![2].into());
+    assert_eq!(info["matrix_formats"]["4-bit, groups of 32"], 12);
+    assert_eq!(info["drafter"]["logit_shift"], 1);
+    assert!(info["memory_bytes"]["weights"].as_u64().unwrap() > 100_000);
+    assert!(info["memory_bytes"]["kv_cache"].as_u64().unwrap() > 100_000);
+    let bare = forecall(&format!("info {} --adapter none --json", model("tiny-llama-q4")), &[]).json();
+    assert_eq!(bare["drafter"], Value::Null);
+    let text = forecall(&format!("info {}", model("tiny-llama-q4")), &[]);
+    assert!(text.code == 0 && text.stdout.contains("hidden_size: 64\n"), "{text:?}");
+
+    let gpu = forecall(&format!("info --model {} --backend gpu --json", golden_folder("tiny-llama-q4").display()), &[]).json();
+    assert_eq!((&gpu["backend"], &gpu["row_invariant"]), (&"webgpu".into(), &true.into()));
+    let device = &gpu["device"];
+    assert!(!device["name"].as_str().unwrap().is_empty(), "{gpu}");
+    assert!(device["max_storage_buffer_binding_size"].as_u64().unwrap() >= 1 << 27, "{gpu}");
+    assert!(device["shader_f16"].is_boolean() && device["subgroups"].is_boolean(), "{gpu}");
+}
+
+#[test]
+fn wrong_arguments() {
+    let nothing = forecall("", &[]);
+    assert!(nothing.code == 2 && nothing.stdout.is_empty() && nothing.stderr.contains("Usage"), "{nothing:?}");
+    forecall("generate", &[]).usage("--model");
+    forecall(&format!("generate {}", model(TIED)), &[]).usage("--prompt");
+    forecall(&format!("generate {} --tokens one", model(TIED)), &[]).usage("one");
+    forecall(&format!("generate {} --tokens 1,-2", model(TIED)), &[]).usage("-2");
+    forecall(&format!("generate {} --tokens 1 --prompt hi", model(TIED)), &[]).usage("--prompt");
+    forecall("generate --model x --tokens 1 --backend tpu", &[]).usage("tpu");
+    forecall(&format!("generate {} --tokens 1 --chat", model(TIED)), &[]).usage("--chat");
+    forecall("sing", &[]).usage("sing");
+    let help = forecall("generate --help", &[]);
+    assert!(help.code == 0 && help.stdout.contains("--draft-width") && help.stderr.is_empty(), "{help:?}");
+}
+
+#[test]
+fn requests_that_do_not_fit() {
+    let line = |rest: &str| format!("generate {} --tokens 1,2,3,4 {rest}", model(TIED));
+    let refused = |rest: &str, names: &[&str]| forecall(&line(rest), &[]).refused(names);
+    refused("--max-tokens 0", &["max tokens is 0"]);
+    refused("--context 3", &["4 tokens", "3 positions"]);
+    refused("--context 0", &["context length is 0", "512"]);
+    refused("--context 513", &["513", "512"]);
+    refused("--schedule packed --verify-width 0", &["verify width is 0"]);
+    refused("--schedule packed --draft-width 0", &["draft width is 0"]);
+    refused("--schedule two-call --draft-width 0", &["draft width is 0"]);
+    for huge in ["1000", "4294967295", "4294967296", "18446744073709551615"] {
+        refused(&format!("--schedule packed --verify-width {huge}"), &["width"]);
+        refused(&format!("--schedule packed --draft-width {huge}"), &["width"]);
+        refused(&format!("--schedule two-call --draft-width {huge}"), &["width"]);
+        refused(&format!("--schedule quadratic --verify-width {huge}"), &["width"]);
+    }
+    refused("--schedule quadratic --verify-width 40 --draft-width 40", &["width"]);
+    refused("--schedule fast", &["\"fast\"", "packed", "autoregressive"]);
+    refused("--schedule packed --anchors 2", &["anchors", "anchored"]);
+    refused("--schedule anchored --anchors 0", &["anchor"]);
+    let tokens = |tokens: &str| format!("generate {} --tokens {tokens}", model(TIED));
+    forecall(&tokens("1,257"), &[]).refused(&["257", "vocabulary"]);
+    forecall(&tokens("4294967295"), &[]).refused(&["4294967295", "257"]);
+    forecall(&format!("generate {}", model(TIED)), &["--prompt", ""]).refused(&["no tokens"]);
+    forecall(&format!("generate {} --stop x --tokens 1", model("tiny-llama")), &[]).refused(&["tokenizer.json"]);
+    forecall(&format!("generate {}", model("tiny-llama")), &["--prompt", "hi"]).refused(&["tokenizer.json"]);
+    forecall(&format!("generate {} --chat", model(TIED)), &["--prompt", "hi"]).refused(&["chat template"]);
+    // A full context ends the text where it is full.
+    let full = forecall(&line("--context 9 --json --schedule packed --ignore-eos --max-tokens 64"), &[]).json();
+    assert_eq!((&full["finish_reason"], full["tokens"].as_array().unwrap().len()), (&"context".into(), 6));
+}
+
+#[test]
+fn folders_and_files_that_are_missing_or_broken() {
+    forecall("generate --model /no/such/folder --backend cpu --tokens 1", &[]).refused(&["/no/such/folder"]);
+    for file in ["config.json", "model.safetensors"] {
+        let copy = Copied::new(TIED);
+        std::fs::remove_file(copy.path(file)).unwrap();
+        copy.generate().refused(&[file]);
+        std::fs::write(copy.path(file), "").unwrap();
+        copy.generate().refused(&[file]);
+        std::fs::write(copy.path(file), "{\"a\": ").unwrap();
+        copy.generate().refused(&[file]);
+    }
+    for (file, keep) in
+        [("model.safetensors", 0.6), ("model.safetensors", 0.001), ("draft_adapter/adapter_model.safetensors", 0.5)]
+    {
+        let copy = Copied::new(TIED);
+        let bytes = std::fs::read(copy.path(file)).unwrap();
+        std::fs::write(copy.path(file), &bytes[..(bytes.len() as f64 * keep) as usize]).unwrap();
+        copy.generate().refused(&[file.rsplit('/').next().unwrap()]);
+    }
+    let copy = Copied::new(TIED);
+    std::fs::write(copy.path("tokenizer.json"), "{\"version\": \"1.0\"}").unwrap();
+    copy.generate().refused(&["tokenizer.json"]);
+    std::fs::write(copy.path("tokenizer.json"), "not JSON").unwrap();
+    copy.generate().refused(&["tokenizer.json"]);
+    let copy = Copied::new(TIED);
+    std::fs::write(copy.path("tokenizer_config.json"), "[]").unwrap();
+    copy.generate().refused(&["tokenizer_config.json"]);
+    let copy = Copied::new(TIED);
+    std::fs::write(copy.path("chat_template.jinja"), "{% for %}").unwrap();
+    copy.generate().refused(&["template"]);
+}
+
+#[test]
+fn tensors_of_the_wrong_shape_or_type() {
+    let (file, name) = ("model.safetensors", "model.layers.1.mlp.down_proj.weight");
+    // Another shape of the same size, so that the file itself is in order.
+    let copy = Copied::new(TIED);
+    copy.edit(file, name, |entry| entry["shape"] = serde_json::json!([96, 64])).generate().refused(&[name, "64", "96"]);
+    let copy = Copied::new(TIED);
+    copy.edit(file, name, |entry| entry["dtype"] = "I32".into()).generate().refused(&[name, "I32"]);
+    let copy = Copied::new(TIED);
+    copy.edit(file, name, |entry| entry["dtype"] = "F99".into()).generate().refused(&["F99"]);
+    let copy = Copied::new(TIED);
+    copy.edit(file, name, |entry| entry["data_offsets"] = serde_json::json!([0, 1u64 << 40])).generate().refused(&[file]);
+    // Quantised: scales of another shape.
+    let (copy, scales) = (Copied::new("tiny-llama-q4"), "model.layers.0.mlp.up_proj.scales");
+    copy.edit(file, scales, |entry| entry["shape"] = serde_json::json!([2, 96])).generate().refused(&[
+        "mlp.up_proj.weight",
+        "scales",
+        "[2, 96]",
+    ]);
+    // The adapter's.
+    let (file, name) =
+        ("draft_adapter/adapter_model.safetensors", "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight");
+    let copy = Copied::new(TIED);
+    copy.edit(file, name, |entry| entry["shape"] = serde_json::json!([64, 8])).generate().refused(&["lora_A"]);
+    let copy = Copied::new(TIED);
+    copy.edit(file, "mask_embedding", |entry| entry["shape"] = serde_json::json!([1, 64]));
+    let done = copy.generate();
+    assert!(done.code == 0 || done.stderr.contains("mask_embedding"), "{done:?}");
+    let copy = Copied::new(TIED);
+    copy.edit(file, "mask_embedding", |entry| entry["shape"] = serde_json::json!([32, 2]))
+        .generate()
+        .refused(&["mask_embedding"]);
+}
+
+#[test]
+fn configs_that_say_something_impossible() {
+    let refused = |field: &str, value: Value, names: &[&str]| {
+        Copied::new(TIED).set("config.json", field, value).generate().refused(names);
+    };
+    refused("model_type", "rwkv7".into(), &["rwkv7"]);
+    refused("model_type", Value::Null, &["model_type"]);
+    refused("hidden_size", 0.into(), &["hidden_size"]);
+    refused("hidden_size", "64".into(), &["hidden_size"]);
+    refused("hidden_size", 63.into(), &["63"]);
+    refused("hidden_size", 1_000_000_000_000_000u64.into(), &["1000000000000000"]);
+    refused("num_hidden_layers", 4.into(), &["layers.3"]);
+    refused("num_hidden_layers", 4_000_000_000u64.into(), &["num_hidden_layers"]);
+    refused("num_key_value_heads", 3.into(), &["num_key_value_heads"]);
+    refused("head_dim", 15.into(), &["head_dim"]);
+    refused("vocab_size", 300.into(), &["300", "257"]);
+    refused("hidden_act", "relu".into(), &["hidden_act", "relu"]);
+    refused("rms_norm_eps", "x".into(), &["rms_norm_eps"]);
+    refused("eos_token_id", (-1).into(), &["eos_token_id"]);
+    refused("quantization", serde_json::json!({ "group_size": 48, "bits": 4 }), &["group_size", "48"]);
+    refused("quantization", serde_json::json!({ "group_size": 32, "bits": 3 }), &["bits", "3"]);
+    let adapter = |field: &str, value: Value, names: &[&str]| {
+        Copied::new(TIED).set("draft_adapter/adapter_config.json", field, value).generate().refused(names);
+    };
+    adapter("r", 0.into(), &["`r`"]);
+    adapter("peft_type", "IA3".into(), &["IA3"]);
+    adapter("draft", serde_json::json!({ "mask_embedding": "mask_embedding", "logit_shift": 2 }), &["logit_shift", "2"]);
+    adapter("lora_alpha", "x".into(), &["lora_alpha"]);
+}
