@@ -469,7 +469,7 @@ fn draft_rows_never_change_the_prompts_keys_and_values() {
                     Generation::start(&prompt, model.draft_rules(), &options, &geometry, StopRules::default()).unwrap();
                 plan
             };
-            let mut go = |model: &mut Model, plan: &CallPlan| {
+            let go = |model: &mut Model, plan: &CallPlan| {
                 block_on(model.run_plan(plan)).unwrap();
                 cache(model)
             };
