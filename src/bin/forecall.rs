@@ -103,7 +103,7 @@ mod native {
         #[arg(long, default_value_t = 256, value_name = "N")]
         max_tokens: usize,
         /// autoregressive, two-call, two-call-seed, packed, anchored, quadratic or quadratic-shared; by default packed
-        /// where the model can draft, else autoregressive
+        /// where the model can draft (on the CPU: where measuring says that it pays), else autoregressive
         #[arg(long)]
         schedule: Option<String>,
         /// Draft tokens verified in one call (K)

@@ -33,7 +33,8 @@ pub struct Generate {
     pub prompt: Prompt,
     /// New tokens at most; exactly this many unless the text ends before or the context is full.
     pub max_tokens: usize,
-    /// One of [`ScheduleKind::NAMES`]; by default `packed` where the model can draft, else `autoregressive`.
+    /// One of [`ScheduleKind::NAMES`]; by default `packed` where the model can draft (on the CPU: where measuring says that it
+    /// pays), else `autoregressive`.
     pub schedule: Option<String>,
     /// K, draft tokens verified in one call.
     pub verify_width: Option<usize>,
