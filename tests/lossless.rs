@@ -410,6 +410,16 @@ fn injected_drafts_change_no_bit_on_the_cpu() {
     injected(1, "tiny-llama-q8-bf16", 5);
 }
 
+/// Windows, norms of queries and keys, query scaling; masks that are tokens.
+#[test]
+fn injected_drafts_change_no_bit_in_other_families() {
+    for backend in [1, 2] {
+        for checkpoint in ["tiny-mistral", "tiny-setdlm", "tiny-nemotron"] {
+            injected(backend, checkpoint, 0);
+        }
+    }
+}
+
 #[test]
 fn injected_drafts_change_no_bit_on_the_reference() {
     injected(0, "tiny-llama-tied", 1);

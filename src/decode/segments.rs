@@ -139,6 +139,15 @@ impl Segments {
         DraftBlock { drafter, position, base }
     }
 
+    /// A draft block all of whose rows choose.
+    fn probe(&mut self, drafter: Drafter, position: u32, token: u32) {
+        let first = self.rows.len();
+        self.draft(drafter, position, token, 0, 0);
+        for row in self.rows.iter_mut().skip(first) {
+            row.choose = true;
+        }
+    }
+
     /// The finished call.
     pub fn finish(self, kind: CallKind) -> CallPlan {
         CallPlan::new(kind, self.rows)
@@ -168,10 +177,29 @@ pub(super) fn choices(rows: &[RowId], output: &CallOutput) -> Result<Vec<Choice>
 #[must_use]
 pub fn draft_rows(rules: DraftRules, position: u32, token: u32, width: u32) -> Vec<Row> {
     let mut segments = Segments::new();
-    segments.draft(Drafter { rules, width }, position, token, 0, 0);
-    let mut rows = segments.rows;
-    for row in &mut rows {
-        row.choose = true;
+    segments.probe(Drafter { rules, width }, position, token);
+    segments.rows
+}
+
+/// The rows whose choices are the target's for the positions behind each of `tokens`, which stand at `n` and behind it, and
+/// the clean rows they need: for probing a model outside any schedule.
+#[must_use]
+pub fn target_rows(verify: VerifyRows, n: u32, tokens: &[u32]) -> Vec<Row> {
+    let mut segments = Segments::new();
+    segments.verify(verify, n, tokens);
+    segments.rows
+}
+
+/// The rows of a packed call: [`target_rows`] of `tokens` (x[n], d[1..=m]), then for each anchor in `0..=m` a block of `width`
+/// masks, all of whose rows choose: for probing a model outside any schedule. Anchors beyond m have no block.
+#[must_use]
+pub fn packed_rows(rules: DraftRules, n: u32, tokens: &[u32], anchors: &[u32], width: u32) -> Vec<Row> {
+    let mut segments = Segments::new();
+    segments.verify(rules.verify, n, tokens);
+    for &anchor in anchors {
+        if let Some(&token) = tokens.get(anchor as usize) {
+            segments.probe(Drafter { rules, width }, n + anchor, token);
+        }
     }
-    rows
+    segments.rows
 }

@@ -4,7 +4,7 @@ use web_time::Instant;
 
 use super::probe::causal_rows;
 use super::{Calls, Model};
-use crate::decode::draft_rows;
+use crate::decode::{packed_rows, target_rows};
 use crate::decode::plan::{CallKind, CallPlan};
 use crate::decode::schedule::ModelCalls;
 use crate::decode::{ScheduleKind, ScheduleOptions};
@@ -77,7 +77,7 @@ impl Model {
             Ok(ms(sent))
         };
         time(self, &CallPlan::new(CallKind::Prefill, causal_rows(0, head))).await?;
-        let one = CallPlan::new(CallKind::Decode, causal_rows(PREFIX, tail.get(..1).unwrap_or(tail)));
+        let one = CallPlan::new(CallKind::Decode, target_rows(rules.verify, PREFIX, tail.get(..1).unwrap_or(tail)));
         time(self, &one).await?;
         let alone = time(self, &one).await?.min(time(self, &one).await?);
 
@@ -88,8 +88,7 @@ impl Model {
             if ms(begun) > BUDGET_MS {
                 break;
             }
-            let mut rows = causal_rows(PREFIX, tail.get(..k as usize + 1).unwrap_or(tail));
-            rows.extend(draft_rows(rules, PREFIX, tail.first().copied().unwrap_or(0), w));
+            let rows = packed_rows(rules, PREFIX, tail.get(..k as usize + 1).unwrap_or(tail), &[0], w);
             let count = rows.len();
             let took = time(self, &CallPlan::new(CallKind::Decode, rows)).await?;
             tried.push(format!("{count} rows cost {:.1} times one", took / alone));

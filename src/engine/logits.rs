@@ -1,16 +1,17 @@
 //! Raw head outputs for given tokens: what golden vectors are compared with.
 
 use super::Model;
-use super::probe::causal_call;
 use crate::decode::plan::{CallKind, CallPlan};
 use crate::decode::schedule::ModelCalls;
-use crate::decode::draft_rows;
+use crate::decode::{draft_rows, target_rows};
 use crate::error::{Error, Result};
+use crate::model::arch::VerifyRows;
 
 /// Raw logits, one vector [V] per row.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Logits {
-    /// Of every token's causal row.
+    /// The target's for the position behind every token: of the token's own causal row, or, in families whose mask rows
+    /// verify, of the mask row behind it.
     pub causal: Vec<Vec<f32>>,
     /// Of every row of a draft block made after the tokens, in order; the anchor's row first where the family has one.
     pub draft: Option<Vec<Vec<f32>>>,
@@ -36,9 +37,10 @@ impl Model {
             )));
         }
         let rows = ROWS.min(geometry.max_choose);
+        let verify = self.program.draft.map_or(VerifyRows::Clean, |rules| rules.verify);
         let mut causal = Vec::with_capacity(tokens.len());
         for (chunk, ids) in tokens.chunks(rows).enumerate() {
-            let plan = causal_call(CallKind::Prefill, (chunk * rows) as u32, ids);
+            let plan = CallPlan::new(CallKind::Prefill, target_rows(verify, (chunk * rows) as u32, ids));
             causal.extend(self.run_plan(&plan).await?);
         }
         let draft = match draft_width {

@@ -110,6 +110,12 @@ pub fn parse(config: &[u8], index: &TensorIndex, arch: &Arch, family: &Family) -
         return Err(d.wrong("mask_token_id", &format!("an id below `vocab_size` = {}", arch.vocab_size)));
     }
     let rules = match (&draft, arch.draft) {
+        (_, Some(DraftRules { verify: VerifyRows::Mask, .. })) => {
+            return Err(Error::Unsupported(format!(
+                "a draft adapter for a model of type {}: its mask rows verify and draft alike, so it takes none",
+                arch.model_type
+            )));
+        }
         (Some(draft), _) => rules(draft)?,
         (None, Some(rules)) => DraftRules { adapter: true, ..rules },
         (None, None) => {

@@ -37,12 +37,23 @@ const MAX_POSITIONS: usize = (1 << 31) - 1;
 /// # Errors
 /// [`Error::BadConfig`] naming file and field, or [`Error::Unsupported`] for a model family or feature that is not covered.
 pub fn parse(config: &[u8], generation_config: Option<&[u8]>) -> Result<ModelConfig> {
+    parse_as(None, config, generation_config)
+}
+
+/// [`parse`] for a family that is known from elsewhere, whatever the config calls itself.
+///
+/// # Errors
+/// As [`parse`].
+pub fn parse_as(known: Option<&'static Family>, config: &[u8], generation_config: Option<&[u8]>) -> Result<ModelConfig> {
     let map = parse_object(FILE, config)?;
     let top = Fields::new(FILE, &map);
     let generation_map = generation_config.map(|bytes| parse_object("generation_config.json", bytes)).transpose()?;
     let generation = generation_map.as_ref().map(|map| Fields::new("generation_config.json", map));
 
-    let (model_type, fields, family) = find_family(&top)?;
+    let (model_type, fields, family) = match known {
+        Some(family) => (family.model_type, top.clone(), family),
+        None => find_family(&top)?,
+    };
     let mut arch = architecture(model_type, &fields, family)?;
     let mut eos = fields.tokens("eos_token_id")?;
     eos.extend(top.tokens("eos_token_id")?);

@@ -54,6 +54,8 @@ pub struct Family {
     pub rope_theta: u32,
     /// How its checkpoints draft by themselves.
     pub draft: Option<DraftRules>,
+    /// The special token that stands at mask rows where the config names none.
+    pub mask_token: Option<&'static str>,
     /// Spellings of its tensors.
     pub names: &'static NameTable,
 }
@@ -71,6 +73,7 @@ const LLAMA: Family = Family {
     head_dim: None,
     rope_theta: 10_000,
     draft: None,
+    mask_token: None,
     names: &names::LLAMA,
 };
 
@@ -135,6 +138,7 @@ pub const FAMILIES: [Family; 8] = [
             bidirectional: false,
             adapter: false,
         }),
+        mask_token: Some("<|fim_middle|>"),
         names: &names::SETDLM,
         ..QWEN3
     },
@@ -144,4 +148,10 @@ pub const FAMILIES: [Family; 8] = [
 #[must_use]
 pub fn family(model_type: &str) -> Option<&'static Family> {
     FAMILIES.iter().find(|f| f.model_type == model_type)
+}
+
+/// The family of a checkpoint whose tensors give it away, whatever its config says.
+#[must_use]
+pub fn family_of_tensors<'a>(mut names: impl Iterator<Item = &'a str>) -> Option<&'static Family> {
+    names.any(|name| name.starts_with("backbone.model.")).then(|| family("setdlm")).flatten()
 }

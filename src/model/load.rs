@@ -7,7 +7,8 @@ use std::collections::BTreeSet;
 
 use super::adapter::{self, Adapter};
 use super::config::{self, ModelConfig};
-use super::fields::MAX_JSON_BYTES;
+use super::families::family_of_tensors;
+use super::fields::{MAX_JSON_BYTES, parse_object};
 use super::forward;
 use super::names::{self, Names};
 use super::program::{Origin, Program, Source};
@@ -148,13 +149,18 @@ pub async fn load_checkpoint<S: ByteSource>(
     let config = config.ok_or_else(|| Error::Fetch("the checkpoint has no config.json; is the address right?".into()))?;
     let mut files = SideFiles { config, ..SideFiles::default() };
     files.generation_config = read_small(base, "generation_config.json", MAX_JSON_BYTES).await?;
-    let ModelConfig { mut arch, family, quantization } = config::parse(&files.config, files.generation_config.as_deref())?;
     files.tokenizer = read_small(base, "tokenizer.json", MAX_JSON_BYTES).await?;
     files.tokenizer_config = read_small(base, "tokenizer_config.json", MAX_JSON_BYTES).await?;
     files.chat_template = read_small(base, "chat_template.jinja", MAX_JSON_BYTES).await?;
     watch(start)?;
 
     let base_index = TensorIndex::checkpoint(base).await?;
+    let known = family_of_tensors(base_index.tensors.keys().map(String::as_str));
+    let ModelConfig { mut arch, family, quantization } =
+        config::parse_as(known, &files.config, files.generation_config.as_deref())?;
+    if let (None, Some(token)) = (arch.mask_token_id, family.mask_token) {
+        arch.mask_token_id = Some(mask_token(&files, token, arch.vocab_size)?);
+    }
     let names = family.names.resolve(|name| base_index.tensors.contains_key(name))?;
     if !names.has_head() && !arch.tie_word_embeddings {
         return Err(Error::BadWeights(format!(
@@ -217,6 +223,26 @@ pub async fn stream_weights<S: ByteSource>(
         plan.pack(batch, &bytes, sink)?;
     }
     Ok(())
+}
+
+/// The id of the special token `text` in the tokenizer, for a config that names no `mask_token_id`.
+fn mask_token(files: &SideFiles, text: &str, vocab_size: usize) -> Result<u32> {
+    let missing = |found: &str| {
+        Error::BadConfig(format!(
+            "config.json: `mask_token_id` is missing, and the tokenizer {found}; expected an id below `vocab_size` = {vocab_size}, or \
+             the token \"{text}\" among the `added_tokens` of tokenizer.json"
+        ))
+    };
+    let tokenizer = files.tokenizer.as_deref().ok_or_else(|| missing("is not there either"))?;
+    let map = parse_object("tokenizer.json", tokenizer)?;
+    let tokens = map.get("added_tokens").and_then(serde_json::Value::as_array);
+    let named = tokens.into_iter().flatten().find(|token| token.get("content").and_then(serde_json::Value::as_str) == Some(text));
+    let id = named.and_then(|token| token.get("id")).and_then(serde_json::Value::as_u64);
+    match id.map(|id| (id, usize::try_from(id))) {
+        None => Err(missing(&format!("has no \"{text}\""))),
+        Some((id, Ok(at))) if at < vocab_size => Ok(id as u32),
+        Some((id, _)) => Err(missing(&format!("gives \"{text}\" the id {id}"))),
+    }
 }
 
 fn check_options(options: &LoadOptions) -> Result<()> {

@@ -6,13 +6,14 @@ use half::{bf16, f16};
 use safetensors::{Dtype, SafeTensors};
 
 use super::*;
-use crate::model::program::{Arrangement, MatrixId, Role, VectorId};
+use crate::model::arch::Mask;
+use crate::model::program::{Arrangement, MatrixId, Op, Role, VectorId};
 use crate::weights::packed::{PackedRows, ScaleFormat};
 use crate::weights::plan::BATCH_BYTES;
 use crate::weights::source::{FolderSource, MemorySource};
 
 /// Keeps chunks, checking that each matrix's come in order and without gaps.
-#[derive(Default)]
+#[derive(Debug, Default)]
 struct Collected {
     matrices: BTreeMap<MatrixId, Vec<PackedRows>>,
     vectors: BTreeMap<VectorId, Vec<f32>>,
@@ -61,10 +62,10 @@ fn folder(name: &str, adapter: AdapterFrom<FolderSource>) -> Sources<FolderSourc
 
 fn memory(name: &str) -> Sources<MemorySource> {
     let mut base = MemorySource::default();
-    for file in
-        ["config.json", "model.safetensors", "draft_adapter/adapter_config.json", "draft_adapter/adapter_model.safetensors"]
-    {
-        base.files.insert(file.to_owned(), std::fs::read(golden(name).join(file)).unwrap());
+    let files = ["config.json", "tokenizer.json", "model.safetensors"].map(str::to_owned);
+    let adapters = ADAPTER_FOLDERS.iter().flat_map(|f| ["adapter_config.json", "adapter_model.safetensors"].map(|n| format!("{f}{n}")));
+    for file in files.into_iter().chain(adapters).filter(|file| golden(name).join(file).is_file()) {
+        base.files.insert(file.clone(), std::fs::read(golden(name).join(file)).unwrap());
     }
     Sources { base, adapter: AdapterFrom::Auto }
 }
@@ -467,4 +468,76 @@ fn reads_stay_within_the_batch_size() {
     }
     let largest = sources.base.reads.iter().map(|(_, r)| r.end - r.start).max().unwrap();
     assert!(largest <= BATCH_BYTES, "{largest}");
+}
+
+#[test]
+fn setdlm_is_recognised_and_its_mask_found() {
+    type Edit = fn(&mut Sources<MemorySource>);
+    let config = |sources: &mut Sources<MemorySource>, from: &str, to: &str| {
+        let text = String::from_utf8(sources.base.files["config.json"].clone()).unwrap();
+        assert!(text.contains(from));
+        sources.base.files.insert("config.json".into(), text.replace(from, to).into_bytes());
+    };
+    let load = |name: &str, edit: Edit| {
+        let mut sources = memory(name);
+        edit(&mut sources);
+        let loaded = load_memory(&mut sources, LoadOptions::default());
+        loaded.map(|(checkpoint, _)| (checkpoint.program.arch.model_type.clone(), checkpoint.program.mask, checkpoint.program.ops.last().copied()))
+    };
+    let is = |id: u32| ("setdlm".to_owned(), Some(Mask::Token(id)), Some(Op::ArgMax { banned: Some(id) }));
+    // By model_type with an id of its own; by tensors alone with the tokenizer's.
+    assert_eq!(load("tiny-setdlm", |_| {}).unwrap(), is(100));
+    assert_eq!(load("tiny-setdlm-trained", |_| {}).unwrap(), is(257));
+    // Control: the same config with other tensor names is a Qwen3 without drafts.
+    let plain = load("tiny-setdlm-trained", |sources| {
+        with_tensors(sources, "model.safetensors", |tensors| {
+            let renamed = std::mem::take(tensors).into_iter().map(|(n, t)| (n.replace("backbone.model.", ""), t));
+            tensors.extend(renamed);
+        });
+    });
+    let (model_type, mask, _) = plain.unwrap();
+    assert_eq!((model_type.as_str(), mask), ("qwen3", None));
+    // Without a mask it cannot verify, so it does not load.
+    let refused = load("tiny-setdlm-trained", |sources| drop(sources.base.files.remove("tokenizer.json"))).unwrap_err().to_string();
+    assert!(refused.contains("mask_token_id") && refused.contains("<|fim_middle|>"), "{refused}");
+    let mut sources = memory("tiny-setdlm");
+    config(&mut sources, "100", "210");
+    assert_eq!(load_memory(&mut sources, LoadOptions::default()).unwrap().0.program.mask, Some(Mask::Token(210)));
+    config(&mut sources, "210", "211");
+    let refused = load_memory(&mut sources, LoadOptions::default()).unwrap_err().to_string();
+    assert!(refused.contains("mask_token_id"), "{refused}");
+    // Its mask rows need no adapter and take none.
+    let other = FolderSource::new(golden("tiny-qwen3/draft_adapter")).unwrap();
+    let mut sources = folder("tiny-setdlm", AdapterFrom::Source(other));
+    let refused = pollster::block_on(load_all(&mut sources, &LoadOptions::default())).unwrap_err().to_string();
+    assert!(refused.contains("takes none"), "{refused}");
+}
+
+#[test]
+fn nemotrons_spellings_are_all_read() {
+    let load = |from: &'static str, to: &'static str| {
+        let mut sources = memory("tiny-nemotron");
+        with_tensors(&mut sources, "model.safetensors", |tensors| {
+            let renamed = std::mem::take(tensors).into_iter().map(|(n, t)| {
+                (n.replace("encoder.", from).replace("diffusion_head", to), t)
+            });
+            tensors.extend(renamed);
+            tensors.insert(format!("{from}layers.0.self_attn.rotary_emb.inv_freq"), (Dtype::F32, vec![1], vec![0; 4]));
+            tensors.insert("base_model.model.x.lora_A.weight".into(), (Dtype::F32, vec![1], vec![0; 4]));
+        });
+        load_memory(&mut sources, LoadOptions::default())
+    };
+    let own = load("encoder.", "diffusion_head").unwrap();
+    assert_eq!(own.0.program.draft.map(|r| (r.logit_shift, r.adapter)), Some((0, true)));
+    assert!(!own.0.program.arch.tie_word_embeddings);
+    for (body, head) in [
+        ("language_model.model.", "language_model.diffusion_head"),
+        ("model.", "lm_head"),
+        ("model.encoder.", "model.diffusion_head"),
+    ] {
+        let other = load(body, head).unwrap();
+        assert_eq!(other.0.program.matrices, own.0.program.matrices);
+        assert!(other.1.matrices.iter().zip(&own.1.matrices).all(|(a, b)| a == b), "{body}");
+    }
+    assert!(load("decoder.", "lm_head").unwrap_err().to_string().contains("`encoder.embed_tokens.weight`"), "control");
 }

@@ -2,7 +2,7 @@
 
 #![allow(dead_code, reason = "each test file takes what it needs")]
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use forecall::engine::{AdapterFrom, Backend, LoadOptions, Model, Precision, Sources};
@@ -14,7 +14,23 @@ use serde_json::Value;
 pub const BACKENDS: [(&str, Backend); 3] = [("reference", Backend::Reference), ("cpu", Backend::Cpu), ("gpu", Backend::Gpu)];
 
 /// The golden checkpoints.
-pub const GOLDEN: [&str; 4] = ["tiny-llama", "tiny-llama-tied", "tiny-llama-q4", "tiny-llama-q8-bf16"];
+pub const GOLDEN: [&str; 15] = [
+    "tiny-llama",
+    "tiny-llama-tied",
+    "tiny-llama-q4",
+    "tiny-llama-q8-bf16",
+    "tiny-llama3",
+    "tiny-mistral",
+    "tiny-qwen2",
+    "tiny-qwen3",
+    "tiny-smollm3",
+    "tiny-ministral3",
+    "tiny-nemotron",
+    "tiny-nemotron-base",
+    "tiny-nemotron-trained",
+    "tiny-setdlm",
+    "tiny-setdlm-trained",
+];
 
 /// A path in the repository.
 pub fn repository(path: &str) -> PathBuf {
@@ -69,7 +85,7 @@ pub struct Tensor {
 pub struct Golden {
     /// `golden.json`.
     pub json: Value,
-    tensors: HashMap<String, Tensor>,
+    tensors: BTreeMap<String, Tensor>,
 }
 
 impl Golden {
@@ -93,6 +109,16 @@ impl Golden {
     /// A tensor by name.
     pub fn tensor(&self, name: &str) -> &Tensor {
         self.tensors.get(name).unwrap_or_else(|| panic!("golden.safetensors has no {name}"))
+    }
+
+    /// The tensors' names in order.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// The token that stands at mask rows and is never chosen, where the mask is one.
+    pub fn mask_token(&self) -> Option<usize> {
+        self.json["mask_token"].as_u64().map(|id| id as usize)
     }
 
     /// The range of the logits, which errors are measured in.

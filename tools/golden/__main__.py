@@ -1,0 +1,165 @@
+#!/usr/bin/env python3
+"""Writes tests/golden/: tiny checkpoints and the truth about them, in float64, from PyTorch.
+
+Every checkpoint is a folder in the hub's layout (config.json, model.safetensors, its adapter's folder) with
+golden.json (what was asked) and golden.safetensors (what must come out) beside it. tests/golden/README.md
+says what each tensor is. The Rust tests read these files; they need no Python.
+
+The truth is computed by `model.forward` in float64, row by row with an explicit visibility matrix. Before
+anything is written it is held against transformers' own model class (judge.py), every comparison with a control
+that must fail.
+
+    python tools/golden              write all checkpoints (about ten minutes on two cores)
+    python tools/golden NAME ...     write only these
+    python tools/golden --check      recompute the truth of the checkpoints on disk and compare it with theirs
+
+A new family is an entry of FAMILIES in families.py; a new checkpoint is an entry of CHECKPOINTS in checkpoints.py.
+"""
+
+import json
+import pathlib
+import shutil
+import sys
+
+try:
+    import torch
+    import transformers
+    from safetensors.torch import load_file, save_file
+except ImportError as missing:
+    sys.exit(f"{missing}. Install what this script needs: pip install torch 'transformers>=5,<5.40' safetensors")
+
+from calls import drafted, greedy, packed, rows_of, run, target, two_call
+from checkpoints import CHECKPOINTS
+from files import read_checkpoint, write_checkpoint, write_json
+from judge import hold_against_transformers
+from model import random_model
+from training import train
+
+OUT = pathlib.Path(__file__).resolve().parent.parent.parent / "tests" / "golden"
+VERIFY_WIDTH, DRAFT_WIDTH = 4, 7  # K and w of the packed call and of the schedules
+
+
+def questions(checkpoint, model, generator):
+    """(prompt of 13 tokens, draft of K tokens, prompts of the greedy texts)."""
+    if checkpoint.trained:
+        texts = ["every morning", "the baker lik", "so it goes on, déjà", "the old sailor likes the open sea. e"]
+        prompts = [list(t.encode()) for t in texts]
+        draft, _ = greedy(model, prompts[0], VERIFY_WIDTH)
+        draft[2] = (draft[2] + 1) % 256  # right, right, wrong, and whatever follows a wrong one
+        return prompts[0], draft, prompts
+    ids = torch.randint(3, checkpoint.config["vocab_size"], (4, 13), generator=generator).tolist()
+    draft = torch.randint(3, checkpoint.config["vocab_size"], (VERIFY_WIDTH,), generator=generator).tolist()
+    return ids[0], draft, ids[:2]
+
+
+def said(logits, call):
+    """What a call's choosing rows say: the target's rows, then each block's."""
+    return torch.cat([logits[call.verify], *(logits[block] for block in call.blocks.values())])
+
+
+def truth_of(checkpoint, model):
+    generator = torch.Generator().manual_seed(checkpoint.seed + 1000)
+    family = model.family
+    prompt, draft, prompts = questions(checkpoint, model, generator)
+    assert len(prompt) == 13 and len(draft) == VERIFY_WIDTH
+    difference = hold_against_transformers(model, prompt, draft, DRAFT_WIDTH, checkpoint.far)
+
+    trace = {}
+    tensors = {"causal.logits": target(model, prompt, trace)}
+    tensors |= {f"causal.{name}": value for name, value in trace.items()}
+    for width in (DRAFT_WIDTH, 3):
+        tensors[f"draft.w{width}.logits"] = drafted(model, prompt, width)
+    if family.adapter_modules:
+        tensors["draft_without_adapter.w7.logits"] = drafted(model, prompt, DRAFT_WIDTH, adapter_on=False)
+    call = rows_of(family, prompt, draft, [0], DRAFT_WIDTH)
+    logits = run(model, call)
+    tensors["packed.logits"] = said(logits, call)
+    wide = rows_of(family, prompt, draft, [0, 2], DRAFT_WIDTH)
+    tensors["anchored.logits"] = said(run(model, wide), wide)
+    if checkpoint.far:
+        there = rows_of(family, prompt, [], [0], DRAFT_WIDTH, at=checkpoint.far)
+        tensors["far.logits"] = run(model, there)
+
+    # What the packed call promises: its verify rows are the target's, its draft is two-call's draft.
+    same = dict(atol=1e-9, rtol=0)
+    torch.testing.assert_close(logits[call.verify], target(model, prompt + draft)[12:], **same)
+    torch.testing.assert_close(logits[call.blocks[0]], tensors["draft.w7.logits"], **same)
+
+    texts = []
+    for p in prompts:
+        tokens, gap = greedy(model, p, 48)
+        entry = {"prompt": p, "tokens": tokens, "smallest_top2_gap": gap}
+        ends = checkpoint.config["eos_token_id"]
+        entry["first_end"] = tokens.index(ends) if ends in tokens else None
+        for name, schedule in (("packed", packed), ("two_call", two_call)):
+            entry[name], text = schedule(model, p, 48, VERIFY_WIDTH, DRAFT_WIDTH)
+            assert text[len(p) :][:48] == tokens, f"{name} is not lossless"
+        texts.append(entry)
+    manifest = {
+        "checkpoint": checkpoint.name,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "difference_from_transformers": difference,
+        "prompt": prompt,
+        "draft": draft,
+        "verify_width": VERIFY_WIDTH,
+        "draft_width": DRAFT_WIDTH,
+        "anchors": [0, 2],
+        "far": list(checkpoint.far),
+        "mask_token": checkpoint.mask,
+        "logit_range": (tensors["causal.logits"].max() - tensors["causal.logits"].min()).item(),
+        "greedy": texts,
+    }
+    return manifest, {k: v.to(torch.float32).contiguous() for k, v in tensors.items()}
+
+
+def build(checkpoint):
+    print(checkpoint.name, flush=True)
+    torch.manual_seed(checkpoint.seed)
+    generator = torch.Generator().manual_seed(checkpoint.seed)
+    model = random_model(checkpoint, generator)
+    if checkpoint.trained:
+        model = train(model, DRAFT_WIDTH, generator)
+    folder = OUT / checkpoint.name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    write_checkpoint(folder, checkpoint, model)
+    manifest, tensors = truth_of(checkpoint, read_checkpoint(folder, checkpoint))
+    write_json(folder / "golden.json", manifest)
+    save_file(tensors, folder / "golden.safetensors")
+    print(f"  from transformers {manifest['difference_from_transformers']:.1e}")
+    for text in manifest["greedy"]:
+        calls = f"packed {text['packed']['calls']} calls, two-call {text['two_call']['calls']}"
+        shown = repr(bytes(t for t in text["tokens"] if t < 256).decode(errors="replace")) if checkpoint.trained else ""
+        print(f"  48 tokens: {calls}, closest choice {text['smallest_top2_gap']:.4f} {shown}", flush=True)
+        if checkpoint.trained:
+            print(f"  {text['packed']['per_call']}", flush=True)
+
+
+def check(checkpoint):
+    folder = OUT / checkpoint.name
+    manifest, tensors = truth_of(checkpoint, read_checkpoint(folder, checkpoint))
+    stored = load_file(folder / "golden.safetensors")
+    assert stored.keys() == tensors.keys()
+    for name, value in stored.items():
+        torch.testing.assert_close(tensors[name], value, atol=1e-6, rtol=0, msg=f"{checkpoint.name}: {name}")
+    stored = json.loads((folder / "golden.json").read_text())
+    for key in ("prompt", "draft"):
+        assert manifest[key] == stored[key], f"{checkpoint.name}: {key}"
+    assert [t["tokens"] for t in manifest["greedy"]] == [t["tokens"] for t in stored["greedy"]]
+    print(f"{checkpoint.name}: as stored")
+
+
+def main():
+    torch.set_num_threads(1)  # the products are tiny
+    arguments = [a for a in sys.argv[1:] if a != "--check"]
+    known = {c.name: c for c in CHECKPOINTS}
+    unknown = [a for a in arguments if a not in known]
+    if unknown:
+        sys.exit(f"no checkpoint named {', '.join(unknown)}; there are {', '.join(known)}")
+    for name in arguments or known:
+        (check if "--check" in sys.argv else build)(known[name])
+
+
+if __name__ == "__main__":
+    main()
