@@ -138,7 +138,10 @@ fn compare(checkpoint: &str, (name, backend): (&str, Backend), precision: Precis
     assert_eq!(alike > bound, model.draft_rules().unwrap().bidirectional, "{checkpoint}: {alike}");
     if let Some(mask) = golden.mask_token() {
         let row = golden.tensor("causal.logits").shape[1];
-        assert!(outputs["causal.logits"].iter().skip(mask).step_by(row).all(|logit| logit.is_finite()), "the mask's logit is raw");
+        assert!(
+            outputs["causal.logits"].iter().skip(mask).step_by(row).all(|logit| logit.is_finite()),
+            "the mask's logit is raw"
+        );
     }
     texts(checkpoint, &mut model, &golden, worst);
     worst
@@ -188,10 +191,14 @@ fn texts(checkpoint: &str, model: &mut Model, golden: &Golden, error: f32) {
     let mut counted = 0;
     for (i, truth) in golden.json["greedy"].as_array().unwrap().iter().enumerate() {
         let (prompt, tokens) = (ids(&truth["prompt"]), ids(&truth["tokens"]));
-        let sure = check_text(model, golden.mask_token(), &prompt, &tokens, error).unwrap_or_else(|e| panic!("{checkpoint}, text {i}: {e}"));
+        let sure = check_text(model, golden.mask_token(), &prompt, &tokens, error)
+            .unwrap_or_else(|e| panic!("{checkpoint}, text {i}: {e}"));
         let mut wrong = tokens.clone();
         wrong[20] = (wrong[20] + 1) % vocab;
-        assert!(check_text(model, golden.mask_token(), &prompt, &wrong, error).is_err(), "control: another token at place 20 is noticed");
+        assert!(
+            check_text(model, golden.mask_token(), &prompt, &wrong, error).is_err(),
+            "control: another token at place 20 is noticed"
+        );
         let gap = |v: &serde_json::Value| v.as_f64().unwrap() as f32;
         let tight = gap(&truth["smallest_top2_gap"]) > 2.0 * error;
         assert!(!tight || sure == tokens.len());

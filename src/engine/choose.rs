@@ -4,10 +4,10 @@ use web_time::Instant;
 
 use super::probe::causal_rows;
 use super::{Calls, Model};
-use crate::decode::{packed_rows, target_rows};
 use crate::decode::plan::{CallKind, CallPlan};
 use crate::decode::schedule::ModelCalls;
 use crate::decode::{ScheduleKind, ScheduleOptions};
+use crate::decode::{packed_rows, target_rows};
 use crate::error::Result;
 
 /// What is taken when a request names neither schedule nor widths.

@@ -47,7 +47,9 @@ impl Model {
             None => None,
             Some(width) => {
                 let rules = self.program.draft.ok_or_else(|| {
-                    Error::InvalidOption("a draft was asked for, but the model has no drafter: load a draft adapter with it".into())
+                    Error::InvalidOption(
+                        "a draft was asked for, but the model has no drafter: load a draft adapter with it".into(),
+                    )
                 })?;
                 let fits = width >= 1 && width < geometry.scratch as usize && width < geometry.max_choose;
                 let (Some(&anchor), true) = (tokens.last(), fits) else {

@@ -63,7 +63,8 @@ fn folder(name: &str, adapter: AdapterFrom<FolderSource>) -> Sources<FolderSourc
 fn memory(name: &str) -> Sources<MemorySource> {
     let mut base = MemorySource::default();
     let files = ["config.json", "tokenizer.json", "model.safetensors"].map(str::to_owned);
-    let adapters = ADAPTER_FOLDERS.iter().flat_map(|f| ["adapter_config.json", "adapter_model.safetensors"].map(|n| format!("{f}{n}")));
+    let adapters =
+        ADAPTER_FOLDERS.iter().flat_map(|f| ["adapter_config.json", "adapter_model.safetensors"].map(|n| format!("{f}{n}")));
     for file in files.into_iter().chain(adapters).filter(|file| golden(name).join(file).is_file()) {
         base.files.insert(file.clone(), std::fs::read(golden(name).join(file)).unwrap());
     }
@@ -482,7 +483,9 @@ fn setdlm_is_recognised_and_its_mask_found() {
         let mut sources = memory(name);
         edit(&mut sources);
         let loaded = load_memory(&mut sources, LoadOptions::default());
-        loaded.map(|(checkpoint, _)| (checkpoint.program.arch.model_type.clone(), checkpoint.program.mask, checkpoint.program.ops.last().copied()))
+        loaded.map(|(checkpoint, _)| {
+            (checkpoint.program.arch.model_type.clone(), checkpoint.program.mask, checkpoint.program.ops.last().copied())
+        })
     };
     let is = |id: u32| ("setdlm".to_owned(), Some(Mask::Token(id)), Some(Op::ArgMax { banned: Some(id) }));
     // By model_type with an id of its own; by tensors alone with the tokenizer's.
@@ -498,12 +501,13 @@ fn setdlm_is_recognised_and_its_mask_found() {
     let (model_type, mask, _) = plain.unwrap();
     assert_eq!((model_type.as_str(), mask), ("qwen3", None));
     // Without a mask it cannot verify, so it does not load.
-    let refused = load("tiny-setdlm-trained", |sources| drop(sources.base.files.remove("tokenizer.json"))).unwrap_err().to_string();
+    let refused =
+        load("tiny-setdlm-trained", |sources| drop(sources.base.files.remove("tokenizer.json"))).unwrap_err().to_string();
     assert!(refused.contains("mask_token_id") && refused.contains("<|fim_middle|>"), "{refused}");
     let mut sources = memory("tiny-setdlm");
-    config(&mut sources, "100", "210");
+    config(&mut sources, "\"mask_token_id\": 100", "\"mask_token_id\": 210");
     assert_eq!(load_memory(&mut sources, LoadOptions::default()).unwrap().0.program.mask, Some(Mask::Token(210)));
-    config(&mut sources, "210", "211");
+    config(&mut sources, "\"mask_token_id\": 210", "\"mask_token_id\": 211");
     let refused = load_memory(&mut sources, LoadOptions::default()).unwrap_err().to_string();
     assert!(refused.contains("mask_token_id"), "{refused}");
     // Its mask rows need no adapter and take none.
@@ -518,9 +522,8 @@ fn nemotrons_spellings_are_all_read() {
     let load = |from: &'static str, to: &'static str| {
         let mut sources = memory("tiny-nemotron");
         with_tensors(&mut sources, "model.safetensors", |tensors| {
-            let renamed = std::mem::take(tensors).into_iter().map(|(n, t)| {
-                (n.replace("encoder.", from).replace("diffusion_head", to), t)
-            });
+            let renamed =
+                std::mem::take(tensors).into_iter().map(|(n, t)| (n.replace("encoder.", from).replace("diffusion_head", to), t));
             tensors.extend(renamed);
             tensors.insert(format!("{from}layers.0.self_attn.rotary_emb.inv_freq"), (Dtype::F32, vec![1], vec![0; 4]));
             tensors.insert("base_model.model.x.lora_A.weight".into(), (Dtype::F32, vec![1], vec![0; 4]));
