@@ -2,5 +2,6 @@
 
 pub mod affine;
 pub mod demo_model;
+pub mod externref_table;
 pub mod gguf;
 pub mod wasm;

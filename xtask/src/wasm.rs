@@ -50,6 +50,9 @@ pub enum WasmError {
         /// Why.
         source: std::io::Error,
     },
+    /// wasm-opt left a module that cannot be repaired.
+    #[error(transparent)]
+    Repair(#[from] crate::externref_table::RepairError),
     /// The module is larger than a page should load.
     #[error("{path} has {gzip} bytes gzipped, the limit is {LARGEST_GZIP}")]
     TooLarge {
@@ -102,6 +105,10 @@ pub fn build(root: &Path, out: &Path) -> Result<Vec<(String, Sizes)>, WasmError>
             .and_then(|bindgen| bindgen.omit_default_module_path(false).generate(out))
             .map_err(|error| WasmError::Bindgen(error.to_string()))?;
         wasm_opt(&optimised)?;
+        let mut bytes = at(&optimised, fs::read(&optimised))?;
+        if crate::externref_table::restore(&mut bytes)? {
+            at(&optimised, fs::write(&optimised, bytes))?;
+        }
         at(&stamp_path, fs::write(&stamp_path, stamp))?;
     }
     let sizes = [format!("{NAME}_bg.wasm"), format!("{NAME}.js")]
