@@ -87,13 +87,17 @@ fn chunk(rows: u32, most: u32) -> u32 {
 
 /// The tile for `rows` rows and `n` outputs on a device.
 ///
-/// A software adapter pays for every lane of every load, so its tiles are as large as its compiler bears. A GPU's are
+/// A software adapter pays for every lane of every load, so its tiles are as large as its compiler bears: lavapipe's
+/// (subgroups of 8) bears much, SwiftShader's (4) takes minutes and gigabytes for kernels of twice the size given here. A GPU's are
 /// bounded by registers: `rows * outputs` sums, `4 * outputs` weights and as many packed words stay live, 64 registers in
 /// all, which every vendor gives a thread at half occupancy or better; and by the number of workgroups a small `n` leaves
 /// to fill the device with.
 #[must_use]
 pub fn tile(class: DeviceClass, rows: u32, n: u32) -> Tile {
     match class {
+        DeviceClass::Cpu { subgroup: Some(4) } => {
+            Tile { rows: chunk(rows, 4), outputs: 2, columns: 1, k_lanes: 1, share: Some(4), staged: false }
+        }
         DeviceClass::Cpu { subgroup } => {
             let rows = chunk(rows, 8);
             let outputs = if rows > 4 && subgroup.is_some() { 4 } else { 8 };
