@@ -8,6 +8,8 @@ pub mod gpu;
 pub mod kernels;
 pub mod model;
 pub mod text;
+#[cfg(target_arch = "wasm32")]
+pub mod web;
 pub mod weights;
 
 pub use error::{Error, Result};

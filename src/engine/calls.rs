@@ -41,7 +41,13 @@ impl ModelCalls for Calls {
     }
 
     async fn answer(&mut self, ticket: Ticket) -> Result<Vec<Choice>> {
-        each!(self, calls => calls.answer(ticket).await)
+        let answer = each!(self, calls => calls.answer(ticket).await);
+        // The GPU's answers come as events; what the CPU computed is there at once, and nothing else would get its turn.
+        #[cfg(target_arch = "wasm32")]
+        if !matches!(self, Calls::Gpu(_)) {
+            super::page_turn::let_events_in().await;
+        }
+        answer
     }
 
     async fn logits(&mut self) -> Result<Vec<Vec<f32>>> {

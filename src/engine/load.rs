@@ -100,8 +100,6 @@ pub struct LoadOptions {
     pub context_length: Option<usize>,
     /// What a page knows of its GPU that the crate cannot see.
     pub gpu: DeviceOptions,
-    /// In a browser: whether the adapter says of itself that it is a fallback (a software one).
-    pub fallback_adapter: bool,
 }
 
 /// What loading is busy with.
@@ -231,7 +229,7 @@ async fn open(options: &LoadOptions, checkpoint: &Checkpoint, context: u32, half
         Backend::Cpu => Ok((cpu(), asked)),
         Backend::Gpu => Ok((on_gpu(&Gpu::open(options.gpu).await?)?, asked)),
         // A software adapter is several times slower than the CPU path on the same cores.
-        Backend::Auto if options.fallback_adapter => Ok((cpu(), "the browser's WebGPU adapter is a software one".into())),
+        Backend::Auto if options.gpu.web_software => Ok((cpu(), "the browser's WebGPU adapter is a software one".into())),
         Backend::Auto => match Gpu::open(options.gpu).await {
             Ok(gpu) if gpu.info().device_type == "software" => {
                 Ok((cpu(), format!("the GPU adapter {} is a software one", gpu.info().name)))

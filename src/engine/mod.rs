@@ -9,6 +9,8 @@ mod info;
 mod load;
 mod logits;
 mod measure;
+#[cfg(target_arch = "wasm32")]
+mod page_turn;
 mod probe;
 
 pub use generate::{Generate, Generated, Part, Piece, Prompt, Timings};

@@ -13,6 +13,10 @@ pub struct DeviceOptions {
     /// In a browser: the page's `requestDevice` asks for the `subgroups` feature where the adapter has it (wgpu does not),
     /// and it has it. Ignored natively, where wgpu says so itself.
     pub web_subgroups: bool,
+    /// In a browser: the adapter's subgroup sizes, least and most (0 where unknown), which wgpu does not pass on.
+    pub web_subgroup_sizes: (u32, u32),
+    /// In a browser: the adapter says of itself that it is a fallback, a software one, which wgpu does not pass on either.
+    pub web_software: bool,
     /// Keep to what every adapter has: no f16 type, no subgroups. For tests and for comparing.
     pub plain: bool,
 }
@@ -106,6 +110,7 @@ impl Gpu {
         let (about, limits) = (adapter.get_info(), device.limits());
         let subgroups = !options.plain
             && if cfg!(target_arch = "wasm32") { options.web_subgroups } else { wanted.contains(wgpu::Features::SUBGROUP) };
+        let web = cfg!(target_arch = "wasm32");
         let info = GpuInfo {
             name: about.name,
             backend: match about.backend {
@@ -113,6 +118,7 @@ impl Gpu {
                 other => other.to_string(),
             },
             device_type: match about.device_type {
+                _ if web && options.web_software => "software",
                 wgpu::DeviceType::DiscreteGpu => "discrete",
                 wgpu::DeviceType::IntegratedGpu => "integrated",
                 wgpu::DeviceType::VirtualGpu => "virtual",
@@ -122,7 +128,7 @@ impl Gpu {
             driver: format!("{} {}", about.driver, about.driver_info).trim().to_owned(),
             shader_f16: wanted.contains(wgpu::Features::SHADER_F16),
             subgroups,
-            subgroup_sizes: (about.subgroup_min_size, about.subgroup_max_size),
+            subgroup_sizes: if web { options.web_subgroup_sizes } else { (about.subgroup_min_size, about.subgroup_max_size) },
             max_buffer_size: limits.max_buffer_size,
             max_storage_buffer_binding_size: limits.max_storage_buffer_binding_size,
             max_storage_buffers_per_shader_stage: limits.max_storage_buffers_per_shader_stage,
