@@ -4,11 +4,14 @@ import { sizeWithoutBody } from './bytes.js';
 import { describeDevice, type DeviceInfo } from './device.js';
 import { ForecallError } from './errors.js';
 import { folderUrl } from './options.js';
+import type { Backend } from './types.js';
 
 /** Options of {@link availability}. */
 export interface AvailabilityOptions {
   /** As in `load`. */
   adapter?: string | URL | undefined;
+  /** As in `load`. */
+  backend?: Backend | undefined;
   /** As in `load`. */
   headers?: Record<string, string> | undefined;
 }
@@ -17,9 +20,11 @@ export interface AvailabilityOptions {
 export interface Availability {
   /** The GPU. */
   device: DeviceInfo;
+  /** What `load` would run on; `null` if the backend asked for is not there. */
+  backend: 'webgpu' | 'cpu' | null;
   /** Whether `load` has a chance. */
   available: boolean;
-  /** Why not. */
+  /** Why not, or why it would not be on a GPU. */
   reason: string | null;
   /** Files that `load` would fetch, with their bytes (`null` where the server does not say). Empty without a source. */
   files: { file: string; bytes: number | null }[];
@@ -39,7 +44,11 @@ const ADAPTER_FOLDERS = ['linear_spec_lora/', 'draft_adapter/'];
  */
 export async function availability(source?: string | URL, options: AvailabilityOptions = {}): Promise<Availability> {
   const device = await describeDevice();
-  const found: Availability = { device, available: device.webgpu, reason: device.reason, files: [], bytes: null };
+  const { backend: wanted = 'auto' } = options;
+  const onGpu = wanted !== 'cpu' && device.webgpu && (wanted === 'webgpu' || !device.adapter?.fallback);
+  const backend = onGpu ? 'webgpu' : wanted === 'webgpu' ? null : 'cpu';
+  const software = wanted === 'auto' && device.adapter?.fallback ? 'The browser offers a GPU in software only, which is slower than the CPU itself.' : null;
+  const found: Availability = { device, backend, available: backend !== null, reason: wanted === 'cpu' ? null : (device.reason ?? software), files: [], bytes: null };
   if (source === undefined) return found;
   const headers = { ...options.headers };
   try {
@@ -71,7 +80,7 @@ export async function availability(source?: string | URL, options: AvailabilityO
   } catch (error) {
     if (!(error instanceof ForecallError)) throw error;
     found.available = false;
-    found.reason = [device.reason, error.message].filter(Boolean).join(' ');
+    found.reason = [backend === null ? device.reason : null, error.message].filter(Boolean).join(' ');
   }
   return found;
 }

@@ -1,5 +1,6 @@
 // What this browser's WebGPU can do, and the one thing wgpu does not ask it for.
 
+import type { WebAdapter } from './engine.js';
 import { ForecallError } from './errors.js';
 import type { Backend } from './types.js';
 
@@ -77,22 +78,27 @@ function isFallback(adapter: GPUAdapter): boolean {
   return adapter.info.isFallbackAdapter ?? (adapter as { isFallbackAdapter?: boolean }).isFallbackAdapter ?? false;
 }
 
-/** Where the worker is to run, and why. */
+/** What the engine is told to run on. */
 export interface BackendChoice {
-  backend: 'webgpu' | 'cpu';
-  reason: string;
-  /** Whether devices made from now on have subgroups. */
-  subgroups: boolean;
+  /** `auto` leaves it to the engine. */
+  backend: Backend;
+  /** Why, where the page knows better than the engine. */
+  reason: string | null;
+  adapter: WebAdapter;
 }
 
 /**
- * Chooses where to run. With WebGPU, every device made afterwards in this worker has subgroups where its adapter does:
+ * Looks for an adapter. Where there is one, every device made afterwards in this worker has subgroups if its adapter does:
  * wgpu does not know the feature on the web and would never ask for it. `onLost` hears of a device that goes away by itself.
  */
 export async function chooseBackend(wanted: Backend, onLost: (message: string) => void): Promise<BackendChoice> {
-  if (wanted === 'cpu') return { backend: 'cpu', reason: 'asked for', subgroups: false };
+  const none: BackendChoice = { backend: 'cpu', reason: null, adapter: { subgroups: false, subgroupSizes: [0, 0], software: false } };
+  if (wanted === 'cpu') return none;
   const found = await requestAdapter();
-  if ('reason' in found) throw new ForecallError('Unsupported', found.reason);
+  if ('reason' in found) {
+    if (wanted === 'webgpu') throw new ForecallError('Unsupported', found.reason);
+    return { ...none, reason: found.reason };
+  }
   const { adapter } = found;
   const prototype = Object.getPrototypeOf(adapter) as GPUAdapter;
   const original = prototype.requestDevice;
@@ -105,10 +111,6 @@ export async function chooseBackend(wanted: Backend, onLost: (message: string) =
     });
     return device;
   };
-  const { vendor, architecture } = adapter.info;
-  return {
-    backend: 'webgpu',
-    reason: `${wanted === 'webgpu' ? 'asked for; ' : ''}adapter: ${[vendor, architecture].filter(Boolean).join(' ') || 'unnamed'}`,
-    subgroups: adapter.features.has('subgroups'),
-  };
+  const { subgroupMinSize: least = 0, subgroupMaxSize: most = 0 } = adapter.info;
+  return { backend: wanted, reason: null, adapter: { subgroups: adapter.features.has('subgroups'), subgroupSizes: [least, most], software: isFallback(adapter) } };
 }

@@ -2,24 +2,33 @@
 // Requests and answers cross as JSON text, in the words of the crate; this file also turns them into those of the package.
 
 import type { ByteSource } from './bytes.js';
-import type { GenerateRequest } from './messages.js';
-import type { GenerateResult, ModelInfo, Part, Precision, Schedule } from './types.js';
+import type { Backend, GenerateResult, ModelInfo, Part, Piece, Precision, Schedule } from './types.js';
 
 /** Options of {@link Engine.load}, decided by the worker. */
 export interface EngineOptions {
   precision: Precision;
   contextLength: number | null;
-  backend: 'webgpu' | 'cpu';
-  /** Whether the browser's devices have subgroups; wgpu cannot see that by itself. */
-  webSubgroups: boolean;
+  backend: Backend;
+  /** What only the page can see of the WebGPU adapter: all false and zero where there is none. */
+  adapter: WebAdapter;
   /** Where the draft adapter is: `auto` looks beside the weights, `source` is the one handed over. */
-  adapter: 'auto' | 'none' | 'source';
+  drafter: 'auto' | 'none' | 'source';
+}
+
+/** A WebGPU adapter, as far as wgpu does not know it on the web. */
+export interface WebAdapter {
+  /** Whether devices made in this worker have subgroups. */
+  subgroups: boolean;
+  /** Least and most; 0 where unknown. */
+  subgroupSizes: [least: number, most: number];
+  /** Whether it says that it is a software one. */
+  software: boolean;
 }
 
 /** The wasm module, initialised. Failures are objects `{ code, message }`. */
 export interface Engine {
   /** Loads a model. `onEvent` hears {@link EngineEvent}s as JSON. */
-  load(optionsJson: string, checkpoint: ByteSource, adapter: ByteSource | undefined, onEvent: (eventJson: string) => void): Promise<EngineModel>;
+  load(optionsJson: string, checkpoint: ByteSource, drafter: ByteSource | undefined, onEvent: (eventJson: string) => void): Promise<EngineModel>;
   /** Names who hears of a panic, after which the module must not be used again. */
   onPanic(hear: (message: string) => void): void;
 }
@@ -28,7 +37,7 @@ export interface Engine {
 export interface EngineModel {
   /** {@link EngineInfo} as JSON. */
   info(): string;
-  /** Runs a {@link GenerateRequest}. `onPart` hears an {@link EnginePart} after every call and stops with `false`: `Aborted`. */
+  /** Runs a `GenerateRequest`. `onPart` hears an {@link EnginePart} after every call and stops it with `false`. */
   generate(requestJson: string, onPart: (partJson: string) => boolean): Promise<string>;
   /** Frees everything, on the device too. */
   dispose(): void;
@@ -43,8 +52,7 @@ export interface EngineEvent {
 
 /** One call. */
 export interface EnginePart {
-  /** Text of accepted draft tokens, then that of the token the verifying row chose. */
-  text: [accepted: string, chosen: string];
+  pieces: Piece[];
   tokens: number[];
   drafted: number;
   accepted: number;
@@ -58,6 +66,7 @@ export interface EngineResult {
   text: string | null;
   finish_reason: GenerateResult['finishReason'];
   schedule: Schedule;
+  schedule_reason: string;
   prompt_tokens: number;
   calls: number;
   rows: number;
@@ -73,29 +82,36 @@ export interface EngineInfo {
   vocab_size: number;
   end_ids: number[];
   matrix_formats: Record<string, number>;
+  kv_precision: 'f16' | 'f32';
   drafter: { adapter: boolean; default_widths: { verify: number; draft: number } | null } | null;
   tokenizer: boolean;
   chat_template: boolean;
   context_length: number;
+  default_schedule: Schedule | null;
+  default_schedule_reason: string;
   memory_bytes: { weights: number; kv_cache: number };
   backend: string;
-  device: { shader_f16: boolean; subgroups: boolean } | null;
+  backend_reason: string;
+  /** The GPU, or the CPU path in words. */
+  device: { name: string; shader_f16?: boolean; subgroups?: boolean } | null;
 }
 
 /** The package's words for a model. */
-export function modelInfo(info: EngineInfo, backendReason: string, timings: ModelInfo['timings']): ModelInfo {
+export function modelInfo(info: EngineInfo, reason: string | null, timings: ModelInfo['timings']): ModelInfo {
   return {
     modelType: info.model_type,
     matrixFormats: info.matrix_formats,
+    precision: info.kv_precision,
     contextLength: info.context_length,
     vocabSize: info.vocab_size,
     endIds: info.end_ids,
     tokenizer: info.tokenizer,
     chatTemplate: info.chat_template,
     drafter: info.drafter && { adapter: info.drafter.adapter, widths: info.drafter.default_widths },
-    defaultSchedule: info.drafter ? 'packed' : 'autoregressive',
+    defaultSchedule: info.default_schedule ?? 'autoregressive',
+    defaultScheduleReason: info.default_schedule_reason,
     backend: info.backend === 'webgpu' ? 'webgpu' : 'cpu',
-    backendReason,
+    backendReason: reason ?? info.backend_reason,
     shaderF16: info.device?.shader_f16 ?? false,
     subgroups: info.device?.subgroups ?? false,
     memory: { weights: info.memory_bytes.weights, cache: info.memory_bytes.kv_cache },
@@ -104,49 +120,9 @@ export function modelInfo(info: EngineInfo, backendReason: string, timings: Mode
   };
 }
 
-/** Adds up the parts of a generation, which is all that is known of one that is stopped. */
-export class Tally {
-  readonly #started = performance.now();
-  readonly #tokens: number[] = [];
-  readonly #perCall: EngineResult['per_call'] = [];
-  readonly #prefill = { calls: 0, rows: 0 };
-  #text = '';
-  #prefilled = this.#started;
-
-  /** The package's words for a part. */
-  part(part: EnginePart): Part {
-    const { tokens, drafted, accepted, rows } = part;
-    const text = part.text.join('');
-    this.#text += text;
-    this.#tokens.push(...tokens);
-    if (part.prefill) {
-      this.#prefill.calls += 1;
-      this.#prefill.rows += rows;
-      this.#prefilled = performance.now();
-    } else {
-      this.#perCall.push({ rows, drafted, accepted });
-    }
-    const pieces = part.text.map((text, i) => ({ text, accepted: i === 0 })).filter((piece) => piece.text !== '');
-    return { text, pieces, tokens, drafted, accepted, rows, calls: this.#perCall.length };
-  }
-
-  /** The result of a generation that was stopped. */
-  aborted(request: GenerateRequest, info: ModelInfo): EngineResult {
-    const calls = this.#perCall.length;
-    return {
-      tokens: this.#tokens,
-      text: info.tokenizer ? this.#text : null,
-      finish_reason: 'aborted',
-      schedule: request.schedule ?? info.defaultSchedule,
-      prompt_tokens: this.#prefill.rows,
-      calls,
-      rows: this.#perCall.reduce((sum, call) => sum + call.rows, 0),
-      prefill: this.#prefill,
-      tokens_per_call: calls > 0 ? (this.#tokens.length - 1) / calls : 0,
-      per_call: this.#perCall,
-      timings_ms: { tokenize: 0, first_token: 0, prefill: this.#prefilled - this.#started, decode: performance.now() - this.#prefilled, total: 0 },
-    };
-  }
+/** The package's words for a part; `calls` are the decode calls up to it. */
+export function partOf({ pieces, tokens, drafted, accepted, rows }: EnginePart, calls: number): Part {
+  return { text: pieces.map((piece) => piece.text).join(''), pieces, tokens, drafted, accepted, rows, calls };
 }
 
 /** The package's words for a result; the page fills in what only it can clock. */
@@ -165,6 +141,7 @@ export function generateResult(result: EngineResult): GenerateResult {
     prefill: result.prefill,
     promptTokens: result.prompt_tokens,
     schedule: result.schedule,
+    scheduleReason: result.schedule_reason,
     timings: { tokenize, prefill, decode, firstToken: 0, total: 0 },
   };
 }

@@ -25,6 +25,7 @@ export interface GenerateRequest {
   draftWidth: number | null;
   anchors: number | null;
   ignoreEos: boolean;
+  stop: string[];
 }
 
 /** Page to worker. */

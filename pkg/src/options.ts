@@ -5,7 +5,7 @@ import type { GenerateRequest, LoadRequest } from './messages.js';
 import type { GenerateOptions, LoadOptions, Message, Prompt } from './types.js';
 
 const LOAD_OPTIONS: ReadonlySet<string> = new Set<keyof LoadOptions>(['adapter', 'onProgress', 'signal', 'precision', 'contextLength', 'backend', 'headers', 'workerUrl', 'wasmUrl']);
-const GENERATE_OPTIONS: ReadonlySet<string> = new Set<keyof GenerateOptions>(['maxTokens', 'schedule', 'verifyWidth', 'draftWidth', 'anchors', 'ignoreEos', 'signal']);
+const GENERATE_OPTIONS: ReadonlySet<string> = new Set<keyof GenerateOptions>(['maxTokens', 'schedule', 'verifyWidth', 'draftWidth', 'anchors', 'ignoreEos', 'stop', 'signal']);
 const BACKENDS = ['auto', 'webgpu', 'cpu'] as const;
 const PRECISIONS = ['auto', 'f16', 'f32'] as const;
 const SCHEDULES = ['autoregressive', 'two-call', 'two-call-seed', 'packed', 'anchored', 'quadratic', 'quadratic-shared'] as const;
@@ -103,6 +103,14 @@ function promptOf(prompt: Prompt): GenerateRequest['prompt'] {
   return { tokens: [...(tokens as number[])] };
 }
 
+function stopTexts(stop: GenerateOptions['stop']): string[] {
+  const texts: unknown[] = stop === undefined ? [] : typeof stop === 'string' ? [stop] : Array.isArray(stop) ? [...stop] : [stop];
+  return texts.map((text) => {
+    if (typeof text === 'string' && text !== '') return text;
+    throw invalid('stop', `\`stop\` must hold texts that are not empty, got ${show(text)}.`);
+  });
+}
+
 /** Checks the arguments of `generate`. */
 export function generateRequest(prompt: Prompt, options: GenerateOptions): { request: GenerateRequest; signal: AbortSignal | undefined } {
   refuseUnknown(options, GENERATE_OPTIONS, 'generate');
@@ -117,6 +125,7 @@ export function generateRequest(prompt: Prompt, options: GenerateOptions): { req
       draftWidth: draftWidth === undefined ? null : count('draftWidth', draftWidth),
       anchors: anchors === undefined ? null : count('anchors', anchors),
       ignoreEos: ignoreEos ?? false,
+      stop: stopTexts(options.stop),
     },
     signal: signalOf(options.signal),
   };

@@ -2,7 +2,7 @@
 
 import { httpSource, type ByteSource } from './bytes.js';
 import { chooseBackend } from './device.js';
-import { generateResult, modelInfo, Tally, type Engine, type EngineEvent, type EngineInfo, type EngineModel, type EngineOptions, type EnginePart, type EngineResult } from './engine.js';
+import { generateResult, modelInfo, partOf, type Engine, type EngineEvent, type EngineInfo, type EngineModel, type EngineOptions, type EnginePart, type EngineResult } from './engine.js';
 import { ForecallError, toErrorData } from './errors.js';
 import type { Command, Event, GenerateRequest, LoadRequest } from './messages.js';
 import type { LoadProgress, ModelInfo } from './types.js';
@@ -18,7 +18,6 @@ export interface WorkerScope {
 /** Answers commands with the engine that `start` brings up. */
 export function serve(scope: WorkerScope, start: (wasmUrl: string | null) => Promise<Engine>): void {
   let model: EngineModel | null = null;
-  let info: ModelInfo | null = null;
   let lost: string | null = null;
   /** Id of the running generation, and whether it is to stop. */
   let running: { id: number; aborted: boolean; ended: Promise<void> } | null = null;
@@ -66,17 +65,17 @@ export function serve(scope: WorkerScope, start: (wasmUrl: string | null) => Pro
 
     tell({ phase: 'download' });
     const checkpoint = source(request.source);
-    const adapter = request.adapter === null || request.adapter === 'none' ? undefined : source(request.adapter, 'adapter/');
+    const drafter = request.adapter === null || request.adapter === 'none' ? undefined : source(request.adapter, 'adapter/');
     const options: EngineOptions = {
       precision: request.precision,
       contextLength: request.contextLength,
       backend: choice.backend,
-      webSubgroups: choice.subgroups,
-      adapter: adapter ? 'source' : request.adapter === 'none' ? 'none' : 'auto',
+      adapter: choice.adapter,
+      drafter: drafter ? 'source' : request.adapter === 'none' ? 'none' : 'auto',
     };
     let downloadMs = 0;
     try {
-      model = await engine.load(JSON.stringify(options), checkpoint, adapter, (eventJson) => {
+      model = await engine.load(JSON.stringify(options), checkpoint, drafter, (eventJson) => {
         const { phase, done, total } = JSON.parse(eventJson) as EngineEvent;
         if (phase !== 'compile') return;
         if (progress.phase !== 'compile') downloadMs = clock();
@@ -89,21 +88,23 @@ export function serve(scope: WorkerScope, start: (wasmUrl: string | null) => Pro
       throw error;
     } finally {
       checkpoint.close();
-      adapter?.close();
+      drafter?.close();
     }
     if (progress.phase !== 'compile') downloadMs = clock();
-    info = modelInfo(JSON.parse(model.info()) as EngineInfo, choice.reason, { start: startMs, download: downloadMs, compile: clock() });
+    const info: ModelInfo = modelInfo(JSON.parse(model.info()) as EngineInfo, choice.reason, { start: startMs, download: downloadMs, compile: clock() });
     tell({ phase: 'ready', file: undefined, pipelines: undefined });
     post({ type: 'loaded', info });
   };
 
   const generate = async (id: number, request: GenerateRequest): Promise<void> => {
-    if (!model || !info) throw new ForecallError('Internal', 'a generation was asked for before the model was loaded.');
+    if (!model) throw new ForecallError('Internal', 'a generation was asked for before the model was loaded.');
     if (lost !== null) throw new ForecallError('DeviceLost', '');
-    const tally = new Tally();
+    let calls = 0;
     const run = { id, aborted: false, ended: Promise.resolve() };
     const work = model.generate(JSON.stringify(request), (partJson) => {
-      post({ type: 'part', id, part: tally.part(JSON.parse(partJson) as EnginePart) });
+      const part = JSON.parse(partJson) as EnginePart;
+      if (!part.prefill) calls += 1;
+      post({ type: 'part', id, part: partOf(part, calls) });
       return !run.aborted;
     });
     run.ended = work.then(
@@ -114,9 +115,6 @@ export function serve(scope: WorkerScope, start: (wasmUrl: string | null) => Pro
     let result: EngineResult;
     try {
       result = JSON.parse(await work) as EngineResult;
-    } catch (thrown) {
-      if (lost !== null || !run.aborted || toErrorData(thrown).code !== 'Aborted') throw thrown;
-      result = tally.aborted(request, info);
     } finally {
       running = null; // before the page hears of it, and may ask again
     }

@@ -1,6 +1,6 @@
 // What callers give and get: plain data only, shared by page and worker.
 
-/** `auto` takes WebGPU where there is an adapter. */
+/** `auto` takes WebGPU where there is a real GPU, else the CPU, which beats a GPU in software. */
 export type Backend = 'auto' | 'webgpu' | 'cpu';
 
 /** `auto` takes f32 for f32 checkpoints, else f16 storage where the adapter has `shader-f16`. Sums are f32 always. */
@@ -80,6 +80,8 @@ export interface GenerateOptions {
   anchors?: number | undefined;
   /** Treat end-of-text ids as ordinary tokens. */
   ignoreEos?: boolean | undefined;
+  /** Texts that end the answer and are no part of it. */
+  stop?: string | readonly string[] | undefined;
   /** Stops within the calls already submitted. */
   signal?: AbortSignal | undefined;
 }
@@ -115,7 +117,7 @@ export interface GenerateResult {
   text: string | null;
   /** All new ids, with the end id that stopped it. */
   tokens: number[];
-  /** `stop`: an end id; `length`: `maxTokens`; `context`: the cache is full; `aborted`: the reader stopped. */
+  /** `stop`: an end id or a stop text; `length`: `maxTokens`; `context`: the cache is full; `aborted`: the reader stopped. */
   finishReason: 'stop' | 'length' | 'context' | 'aborted';
   /** Decode calls: forward passes after the prompt. */
   calls: number;
@@ -131,8 +133,9 @@ export interface GenerateResult {
   prefill: { calls: number; rows: number };
   /** Tokens of the prompt. */
   promptTokens: number;
-  /** The schedule that ran. */
+  /** The schedule that ran, and why that one. */
   schedule: Schedule;
+  scheduleReason: string;
   /**
    * Milliseconds. `firstToken` and `total` are the page's clock, from the call of `generate`; the rest is the worker's:
    * encoding the prompt, prefill calls, decode calls.
@@ -146,6 +149,8 @@ export interface ModelInfo {
   modelType: string;
   /** How the matrices are stored, with their number: `{ "4-bit, groups of 32": 210 }`. */
   matrixFormats: Record<string, number>;
+  /** How K/V and weights that are not quantised are stored. Sums are f32 always. */
+  precision: 'f16' | 'f32';
   /** Length of the KV cache in positions. */
   contextLength: number;
   /** Size of the vocabulary. */
@@ -157,8 +162,9 @@ export interface ModelInfo {
   chatTemplate: boolean;
   /** How the model drafts, with its default widths; `null` if it cannot. */
   drafter: { adapter: boolean; widths: { verify: number; draft: number } | null } | null;
-  /** The schedule taken when none is named. */
+  /** The schedule taken when none is named, and why. */
   defaultSchedule: Schedule;
+  defaultScheduleReason: string;
   /** Where it runs. */
   backend: 'webgpu' | 'cpu';
   /** Why it runs there. */
