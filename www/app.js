@@ -80,23 +80,25 @@ function showDiagnostics() {
 
 // ---- The device and the model's size -------------------------------------------------------------------------------
 
-function showDevice({ device }) {
+function showDevice({ device, backend, reason }) {
   const verdict = $('device-verdict');
-  if (!device.webgpu && options.backend !== 'cpu') {
+  if (backend === null) {
     verdict.textContent = 'No GPU for this page';
     verdict.dataset.state = 'bad';
     showError($('device-help'), { message: device.reason, code: 'Unsupported' }, 'The model cannot run here.');
     return;
   }
+  verdict.textContent = backend === 'webgpu' ? 'Runs on your GPU' : 'Runs on your CPU, slower than on a GPU';
+  verdict.dataset.state = backend === 'webgpu' ? 'good' : 'fair';
+  $('device-reason').textContent = backend === 'cpu' && reason ? reason : '';
+  show($('device-reason'), $('device-reason').textContent !== '');
   const { adapter, limits } = device;
   const name = adapter && (adapter.description || [adapter.vendor, adapter.architecture].filter(Boolean).join(' '));
-  verdict.textContent = adapter?.fallback ? 'WebGPU works, in software: expect it to be slow' : 'WebGPU works';
-  verdict.dataset.state = 'good';
   const size = device.subgroupMinSize === device.subgroupMaxSize ? device.subgroupMinSize : `${device.subgroupMinSize} to ${device.subgroupMaxSize}`;
   showFacts($('device-facts'), [
-    ['Adapter', name || 'not named by the browser'],
-    ['16-bit floats', device.shaderF16 ? 'yes' : 'no, 32-bit is used'],
-    ['Subgroups', device.subgroups ? `yes, of ${size}` : 'no'],
+    ['GPU adapter', adapter ? name || 'not named by the browser' : 'none'],
+    ['16-bit floats', adapter && (device.shaderF16 ? 'yes' : 'no, 32-bit is used')],
+    ['Subgroups', adapter && (device.subgroups ? `yes, of ${size}` : 'no')],
     ['Largest binding', limits && bytes(limits.maxStorageBufferBindingSize)],
     ['Largest buffer', limits && bytes(limits.maxBufferSize)],
     ['Main memory', device.memoryGiB && `${device.memoryGiB >= 8 ? 'at least ' : ''}${device.memoryGiB} GB`],
@@ -107,7 +109,7 @@ function showSize() {
   const size = $('model-size');
   if (found.files.length === 0) {
     size.textContent = '';
-    if (found.device.webgpu) showError($('load-error'), { message: found.reason, code: 'Fetch' }, 'The model cannot be found.');
+    if (found.backend !== null) showError($('load-error'), { message: found.reason, code: 'Fetch' }, 'The model cannot be found.');
     return;
   }
   const from = source.origin === location.origin ? 'this server' : source.host;
@@ -126,11 +128,11 @@ async function look() {
   $('model-name').textContent = source.href === new URL(DEMO_MODEL, document.baseURI).href ? DEMO_NAME : decodeURIComponent(source.pathname.split('/').at(-2) || source.host);
   // Another server hears of this page only when its user says so.
   const foreign = source.origin !== location.origin;
-  found = await availability(foreign ? undefined : source, options.adapter === undefined ? {} : { adapter: options.adapter });
+  found = await availability(foreign ? undefined : source, { adapter: options.adapter, backend: options.backend });
   showDevice(found);
   if (foreign) $('model-size').textContent = `From ${source.host}. Nothing is asked for or downloaded yet.`;
   else showSize();
-  $('load').disabled = !((found.device.webgpu || options.backend === 'cpu') && (foreign || found.files.length > 0));
+  $('load').disabled = !(found.backend !== null && (foreign || found.files.length > 0));
   showDiagnostics();
 }
 
@@ -210,11 +212,11 @@ function showLoaded(ms) {
   const { info } = model;
   const memory = info.memory.weights + info.memory.cache;
   const [[formats]] = Object.entries(info.matrixFormats).sort(([, a], [, b]) => b - a);
-  $('model-size').textContent = `Ready in ${duration(ms)}.`;
+  $('model-size').textContent = `Ready in ${duration(ms)}. Runs on the ${info.backend === 'webgpu' ? 'GPU' : 'CPU'}: ${info.backendReason.replace(/\.$/, '')}.`;
   showFacts($('model-facts'), [
     ['Runs on', `${info.backend === 'webgpu' ? 'WebGPU' : 'the CPU'}${info.subgroups ? ', with subgroups' : ''}`],
     ['Weights', formats],
-    ['Arithmetic', info.shaderF16 ? '16-bit storage, 32-bit sums' : '32-bit'],
+    ['Arithmetic', info.precision === 'f16' ? '16-bit storage, 32-bit sums' : '32-bit'],
     ['Guesses with', info.drafter ? (info.drafter.adapter ? 'a draft adapter' : 'the model itself') : 'nothing: one token a call'],
     ['Context', `${info.contextLength} tokens`],
     ['Memory on it', bytes(memory)],
