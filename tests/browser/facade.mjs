@@ -178,6 +178,7 @@ test('façade: options that are unknown or wrong are refused by name', async () 
       maxTokens: model.generate('x', { maxTokens: 0 }).result,
       schedule: model.generate('x', { schedule: 'fastest' }).result,
       verifyWidth: model.generate('x', { verifyWidth: 2.5 }).result,
+      stop: model.generate('x', { stop: ['', 'a'] }).result,
       ignoreEos: model.generate('x', { ignoreEos: 'yes' }).result,
       signal: model.generate('x', { signal: {} }).result,
       prompt: model.generate([{ role: 'user' }]).result,
@@ -295,11 +296,13 @@ test('façade: a missing model, a web page instead of one, a truncated one', asy
 });
 
 test('façade: no WebGPU, or WebGPU without an adapter, is said in words that help', async () => {
-  const { outcome, look } = await inPage(async ({ load, caught, availability }) => ({ outcome: await caught(load({ backend: 'webgpu' })), look: await availability() }), null, 'flagless');
+  const { outcome, look, other, info } = await inPage(async ({ load, caught, availability }) => ({ outcome: await caught(load({ backend: 'webgpu' })), look: await availability(undefined, { backend: 'webgpu' }), other: await availability(), info: (await load({ backend: 'auto' })).info }), null, 'flagless');
   expectError(outcome, 'Unsupported', /found no GPU.*hardware acceleration/);
   assert.equal(look.available, false);
   assert.match(look.reason, /found no GPU/);
   assert.deepEqual([look.device.adapter, look.files], [null, []]);
+  assert.deepEqual([other.available, other.backend, info.backend], [true, 'cpu', 'cpu']);
+  assert.match(info.backendReason, /found no GPU/);
 });
 
 test('façade: availability tells files, bytes and the device without fetching a body', async () => {

@@ -11,7 +11,7 @@ const DESKTOP = { viewport: { width: 1200, height: 900 } };
 const PHONE = { viewport: { width: 360, height: 740 }, hasTouch: true, isMobile: true, deviceScaleFactor: 2 };
 
 /** The page with the double as its worker; records every request. `query` is the page's own. */
-async function openPage(options = {}, { browser = 'stock', query = '' } = {}) {
+async function openPage(options = {}, { browser = 'stock', query = '?backend=webgpu' } = {}) {
   const page = await newPage(browser, { ...DESKTOP, ...options });
   page.asked = [];
   page.on('request', (request) => page.asked.push({ method: request.method(), url: request.url() }));
@@ -45,8 +45,8 @@ test('page: nothing of the model is downloaded before a click, and nobody else i
   const early = page.asked.filter(({ url }) => url.includes('/models/') || url.includes('.wasm'));
   assert.ok(early.length > 0 && early.every(({ method }) => method === 'HEAD'), JSON.stringify(early));
   assert.match(await page.textContent('#model-size'), /\d+ MB to download from this server/);
-  assert.match(await page.textContent('#device-verdict'), /WebGPU works/);
-  for (const fact of ['Adapter', '16-bit floats', 'Subgroups', 'Largest binding', 'Main memory']) assert.match(await page.textContent('#device-facts'), new RegExp(fact));
+  assert.match(await page.textContent('#device-verdict'), /Runs on your GPU/);
+  for (const fact of ['GPU adapter', '16-bit floats', 'Subgroups', 'Largest binding', 'Main memory']) assert.match(await page.textContent('#device-facts'), new RegExp(fact));
   await loadModel(page);
   assert.deepEqual(page.asked.filter(({ url }) => new URL(url).origin !== origin), []);
   assert.ok(page.asked.some(({ method, url }) => method === 'GET' && url.endsWith(`${DEMO}model.safetensors`)));
@@ -187,6 +187,21 @@ test('page: no GPU is said honestly, before anything is downloaded', async () =>
     assert.equal(await page.isDisabled('#load'), true);
     await shoot(page, `${name}-6-no-gpu`);
     await expectAccessible(page, 'no GPU');
+  }
+});
+
+test('page: without a GPU it runs on the CPU, and says why', async () => {
+  for (const [browser, why] of [['flagless', /found no GPU/], ['stock', /in software only/]]) {
+    const page = await openPage({}, { browser, query: '' });
+    await ready(page);
+    assert.match(await page.textContent('#device-verdict'), /Runs on your CPU/);
+    assert.match(await page.textContent('#device-reason'), why);
+    await shoot(page, `desktop-9-cpu-${browser}`);
+    await expectAccessible(page, 'CPU');
+    if (browser === 'flagless') {
+      await loadModel(page);
+      assert.match(await page.textContent('#model-size'), /Runs on the CPU: This browser has WebGPU, but found no GPU/);
+    }
   }
 });
 

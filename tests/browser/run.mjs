@@ -10,6 +10,8 @@ import './bytes.mjs';
 import './package.mjs';
 import './facade.mjs';
 import './page.mjs';
+import './golden.mjs';
+import './demo-model.mjs';
 
 const filter = process.argv[2] ?? '';
 const { passed, failed } = await runAll(filter);

@@ -39,7 +39,7 @@ function modelOf(info, state) {
         const asked = prompt.text ?? prompt.messages?.at(-1)?.content ?? '';
         if (asked === 'overlong prompt') return await fail('InvalidOption', 'the prompt has 9001 tokens, but the context holds 4096: shorten it, or load with a larger contextLength');
         if (prompt.tokens?.some((id) => id >= info.vocab_size)) return await fail('InvalidOption', `token ids must be below ${info.vocab_size}`);
-        const schedule = request.schedule ?? (info.drafter ? 'packed' : 'autoregressive');
+        const schedule = request.schedule ?? info.default_schedule;
         const rows = schedule === 'autoregressive' ? 1 : 13;
         const total = Math.min(maxTokens, WORDS.length);
         const tokens = [];
@@ -51,13 +51,13 @@ function modelOf(info, state) {
           const words = ids.map((id) => WORDS[id]);
           tokens.push(...ids);
           if (!prefill) perCall.push({ rows, drafted, accepted });
-          return onPart(JSON.stringify({ text: [words.slice(0, accepted).join(''), words.slice(accepted).join('')], tokens: ids, drafted, accepted, rows: prefill ? 9 : rows, prefill }));
+          return onPart(JSON.stringify({ pieces: words.map((text, i) => ({ text, accepted: i < accepted })), tokens: ids, drafted, accepted, rows: prefill ? 9 : rows, prefill }));
         };
         await sleep(CALL_MS);
         let goOn = emit(1, 0, 0, true);
         const prefilled = performance.now();
         while (tokens.length < total) {
-          if (!goOn) return await fail('Aborted', 'the generation was stopped by its caller');
+          if (!goOn) break;
           await sleep(CALL_MS);
           const call = perCall.length;
           if (call === 2 && asked === 'panic please') {
@@ -78,8 +78,9 @@ function modelOf(info, state) {
         return JSON.stringify({
           tokens,
           text: tokens.map((id) => WORDS[id]).join(''),
-          finish_reason: total === WORDS.length ? 'stop' : 'length',
+          finish_reason: tokens.length < total ? 'aborted' : total === WORDS.length ? 'stop' : 'length',
           schedule,
+          schedule_reason: 'asked for',
           prompt_tokens: 9,
           calls,
           rows: calls * rows,
@@ -102,7 +103,7 @@ export function startDouble() {
     onPanic: (hear) => {
       state.hear = hear;
     },
-    async load(optionsJson, checkpoint, adapter, onEvent) {
+    async load(optionsJson, checkpoint, drafter, onEvent) {
       const options = JSON.parse(optionsJson);
       const tell = (phase, done, total) => onEvent(JSON.stringify({ phase, done, total }));
       tell('config', 0, 0);
@@ -121,8 +122,8 @@ export function startDouble() {
       const end = 8 + header + Math.max(...Object.values(tensors).map((tensor) => tensor.data_offsets?.[1] ?? 0));
       if (end > size) return fail('BadWeights', `${weights} has ${size} bytes, but its header promises ${end}: it is truncated`);
       for (let at = 8 + header; at < end; at += 65536) await checkpoint.read(weights, at, Math.min(end, at + 65536));
-      const drafts = options.adapter === 'source' ? [adapter, ''] : [checkpoint, 'draft_adapter/'];
-      const size2 = options.adapter === 'none' ? null : await drafts[0].size(`${drafts[1]}adapter_config.json`);
+      const drafts = options.drafter === 'source' ? [drafter, ''] : [checkpoint, 'draft_adapter/'];
+      const size2 = options.drafter === 'none' ? null : await drafts[0].size(`${drafts[1]}adapter_config.json`);
       if (size2 !== null) for (const file of ['adapter_config.json', 'adapter_model.safetensors']) await drafts[0].read(drafts[1] + file, 0, await drafts[0].size(drafts[1] + file));
       for (let done = 0; done <= 12; done += 4) {
         tell('compile', done, 12);
@@ -134,13 +135,17 @@ export function startDouble() {
         vocab_size: config.vocab_size,
         end_ids: [0],
         matrix_formats: { '4-bit, groups of 32': 210, f16: 61 },
+        kv_precision: options.precision === 'f32' ? 'f32' : 'f16',
         drafter: size2 === null ? null : { adapter: true, logit_shift: 1, default_widths: { verify: 4, draft: 7 } },
         tokenizer: true,
         chat_template: true,
+        default_schedule: size2 === null ? 'autoregressive' : 'packed',
+        default_schedule_reason: size2 === null ? 'the model cannot draft' : 'the model can draft',
         context_length: options.contextLength ?? 4096,
         memory_bytes: { weights: size, kv_cache: 94371840 },
-        backend: options.backend === 'cpu' ? 'reference' : 'webgpu',
-        device: options.backend === 'cpu' ? null : { shader_f16: options.precision !== 'f32', subgroups: options.webSubgroups },
+        backend: options.backend === 'cpu' ? 'cpu' : 'webgpu',
+        backend_reason: 'asked for',
+        device: options.backend === 'cpu' ? null : { shader_f16: options.precision !== 'f32', subgroups: options.adapter.subgroups },
       };
       return modelOf(info, state);
     },

@@ -1,0 +1,1 @@
+Object.defineProperty(GPUAdapterInfo.prototype, 'isFallbackAdapter', { get: () => false });
