@@ -256,6 +256,14 @@ impl WebModel {
         Ok(self.model.generate(&request, &mut hear).await?.to_json().to_string())
     }
 
+    /// [`engine::Model::measure_rows_json`] as JSON: what calls cost against their rows here.
+    ///
+    /// # Errors
+    /// `{ code, message }`, by [`engine::Model::measure_rows`].
+    pub async fn measure(&mut self, rows: Vec<usize>, rounds: usize) -> std::result::Result<String, JsValue> {
+        self.model.measure_rows_json(&rows, rounds).await.map(|table| table.to_string()).map_err(|e| to_js(&e))
+    }
+
     /// Frees the model, on the device too.
     pub fn dispose(self) {
         drop(self);

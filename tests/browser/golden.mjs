@@ -7,7 +7,8 @@ import path from 'node:path';
 import { blankPage, ROOT, test } from './harness.mjs';
 
 const GOLDEN = path.join(ROOT, 'tests', 'golden');
-const CHECKPOINTS = fs.readdirSync(GOLDEN).filter((name) => fs.existsSync(path.join(GOLDEN, name, 'golden.json')));
+// The families' checkpoints are judged natively, where they take seconds; these four differ in how they are stored.
+const CHECKPOINTS = ['tiny-llama', 'tiny-llama-tied', 'tiny-llama-q4', 'tiny-llama-q8-bf16'];
 const SCHEDULES = ['autoregressive', 'two-call', 'two-call-seed', 'packed', 'anchored', 'quadratic'];
 /** The checkpoint whose drafts are accepted runs every schedule; each new width of call is a kernel to compile. */
 const FEW = ['autoregressive', 'two-call', 'packed'];

@@ -62,12 +62,17 @@ const LAUNCH = {
     return { ...options, args: options.args.filter((flag) => flag !== '--enable-unsafe-webgpu') };
   },
 };
+/** On a busy machine a kernel in software may compile or run for longer than Chromium lets its GPU process be silent. */
+const PATIENCE = ['--disable-gpu-watchdog', ...(process.env.XFLAGS ?? '').split(' ').filter(Boolean)];
 const browsers = {};
 const pages = new Set();
 
 /** A new page in a context of its own. An uncaught error in it fails whoever looks at `errors`. */
 export async function newPage(browser, options = {}) {
-  browsers[browser] ??= await chromium.launch({ headless: true, ...LAUNCH[browser]() });
+  if (!browsers[browser]) {
+    const { args, ...launch } = LAUNCH[browser]();
+    browsers[browser] = await chromium.launch({ headless: true, ...launch, args: [...args, ...PATIENCE] });
+  }
   const context = await browsers[browser].newContext(options);
   const page = await context.newPage();
   page.errors = [];
@@ -88,7 +93,7 @@ async function closePages() {
   pages.clear();
 }
 
-async function closeAll() {
+export async function closeAll() {
   for (const browser of Object.values(browsers)) await browser.close().catch(() => {});
   await server?.close();
 }

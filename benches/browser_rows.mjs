@@ -1,0 +1,47 @@
+// What a call of the demo model costs against its rows in Chromium, through the real wasm module:
+//
+//   node benches/browser_rows.mjs [--browser lavapipe|stock] [--backend webgpu|cpu] [--rows 1,2,4] [--rounds 3] [--model PATH]
+//
+// Needs what `npm start` builds. `target/release/forecall bench` is the same measurement natively.
+
+import { parseArgs } from 'node:util';
+import { blankPage, closeAll } from '../tests/browser/harness.mjs';
+
+const { values } = parseArgs({
+  options: {
+    browser: { type: 'string', default: 'lavapipe' },
+    backend: { type: 'string', default: 'webgpu' },
+    rows: { type: 'string', default: '1,2,4,8,16,32,64' },
+    rounds: { type: 'string', default: '3' },
+    model: { type: 'string', default: '/models/smollm2-135m-instruct/' },
+  },
+});
+
+const page = await blankPage(values.browser);
+const table = await page.evaluate(
+  async ({ model, backend, rows, rounds }) => {
+    const [{ default: init, load }, { httpSource }, { chooseBackend }] = await Promise.all([
+      import('/pkg/wasm/forecall.js'),
+      import('/pkg/dist/bytes.js'),
+      import('/pkg/dist/device.js'),
+    ]);
+    const choice = await chooseBackend(backend, () => {});
+    await init({ module_or_path: '/pkg/wasm/forecall_bg.wasm' });
+    const options = { precision: 'auto', contextLength: 2048, backend, adapter: choice.adapter, drafter: 'auto' };
+    const files = httpSource(new URL(model, location.href).href, { headers: {}, onSize() {}, onBytes() {}, onMissing() {} });
+    const loaded = await load(JSON.stringify(options), files, undefined, () => {});
+    const measured = JSON.parse(await loaded.measure(Uint32Array.from(rows), rounds));
+    loaded.dispose();
+    return measured;
+  },
+  { model: values.model, backend: values.backend, rows: values.rows.split(',').map(Number), rounds: Number(values.rounds) },
+);
+console.log(`${values.browser} Chromium, ${table.backend}; work per call: ${JSON.stringify(table.work)}`);
+console.log('rows   min ms   ratio   GB/s   GFLOP/s');
+const best = table.calls[0]?.min_ms ?? 1;
+for (const { rows, min_ms: ms } of table.calls) {
+  const scale = (value) => value * (table.calls.find((call) => call.rows === rows)?.median_ms ?? ms);
+  const call = table.calls.find((entry) => entry.rows === rows);
+  console.log(`${String(rows).padStart(4)} ${ms.toFixed(1).padStart(8)} ${(ms / best).toFixed(2).padStart(7)} ${(scale(call.gb_per_s) / ms).toFixed(2).padStart(6)} ${(scale(call.gflop_per_s) / ms).toFixed(2).padStart(9)}`);
+}
+await closeAll();
