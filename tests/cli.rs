@@ -74,15 +74,17 @@ impl Copied {
         static COUNT: AtomicUsize = AtomicUsize::new(0);
         let folder = format!("cli-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(folder);
-        let (from, adapter) = (golden_folder(name), folder.join("draft_adapter"));
-        std::fs::create_dir_all(&adapter).unwrap();
-        for file in ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"] {
-            if from.join(file).is_file() {
-                std::fs::copy(from.join(file), folder.join(file)).unwrap();
+        let from = golden_folder(name);
+        // A family keeps its adapter in one of two folders, or has none.
+        for part in ["", "draft_adapter", "linear_spec_lora"] {
+            let Ok(files) = std::fs::read_dir(from.join(part)) else { continue };
+            std::fs::create_dir_all(folder.join(part)).unwrap();
+            for file in files.map(Result::unwrap).filter(|file| file.file_type().unwrap().is_file()) {
+                let name = file.file_name();
+                if !name.to_string_lossy().starts_with("golden.") {
+                    std::fs::copy(file.path(), folder.join(part).join(name)).unwrap();
+                }
             }
-        }
-        for file in ["adapter_config.json", "adapter_model.safetensors"] {
-            std::fs::copy(from.join("draft_adapter").join(file), adapter.join(file)).unwrap();
         }
         Self(folder)
     }
