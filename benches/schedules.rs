@@ -60,7 +60,10 @@ async fn run() -> Result<()> {
     let load = LoadOptions { backend: options.backend, context_length: Some(2048), ..LoadOptions::default() };
     let mut model = Model::load(&mut sources, &load, &mut |_| true).await?;
     println!("{} prompts ({}), {} tokens each, {:?}", prompts.len(), kinds(&prompts), options.tokens, options.backend);
-    println!("{:<18} {:>14} {:>10} {:>10} {:>10} {:>12}", "schedule", "tokens/call", "rows/call", "calls", "accepted", "time ratio");
+    println!(
+        "{:<18} {:>14} {:>10} {:>10} {:>10} {:>12}",
+        "schedule", "tokens/call", "rows/call", "calls", "accepted", "time ratio"
+    );
 
     let mut texts: Vec<Vec<u32>> = Vec::new();
     let mut base = 0.0;
@@ -79,7 +82,9 @@ async fn run() -> Result<()> {
             match texts.get(i) {
                 None => texts.push(done.tokens.clone()),
                 Some(text) if *text == done.tokens => {}
-                Some(_) => return Err(Error::Internal(format!("{schedule} gave another text than autoregressive for prompt {i}"))),
+                Some(_) => {
+                    return Err(Error::Internal(format!("{schedule} gave another text than autoregressive for prompt {i}")));
+                }
             }
             tokens += done.tokens.len().saturating_sub(1);
             calls += done.counts.calls();

@@ -36,6 +36,6 @@ pub(crate) mod fake;
 mod properties;
 
 pub use generation::{CallCount, Counts, Generation, PrefillCount, Progress};
-pub use segments::{draft_rows, packed_rows, target_rows};
 pub use options::{ScheduleKind, ScheduleOptions, start};
+pub use segments::{draft_rows, packed_rows, target_rows};
 pub use stop::{FinishReason, StopRules};

@@ -11,8 +11,8 @@ use crate::decode::plan::CallKind;
 use crate::decode::schedule::ModelCalls;
 use crate::decode::{Counts, FinishReason, Generation, ScheduleKind, ScheduleOptions, StopRules};
 use crate::error::{Error, Result};
-use crate::text::chat_template::ChatRequest;
 use crate::text::Tokenizer;
+use crate::text::chat_template::ChatRequest;
 use crate::text::detokenizer::{Detokenizer, DetokenizerOptions};
 
 /// What to continue.
@@ -285,7 +285,9 @@ impl Model {
     pub fn encode(&self, prompt: &Prompt) -> Result<Vec<u32>> {
         let tokenizer = || {
             self.tokenizer.as_ref().ok_or_else(|| {
-                Error::BadTokenizer("the checkpoint has no tokenizer.json, so a text prompt cannot be encoded; give token ids".into())
+                Error::BadTokenizer(
+                    "the checkpoint has no tokenizer.json, so a text prompt cannot be encoded; give token ids".into(),
+                )
             })
         };
         match prompt {

@@ -4,8 +4,8 @@ use serde_json::{Value, json};
 
 use super::Model;
 use super::calls::Calls;
-use crate::decode::schedule::ModelCalls;
 use crate::decode::options::Resolved;
+use crate::decode::schedule::ModelCalls;
 use crate::error::Result;
 use crate::gpu::{GpuInfo, GpuModel};
 use crate::model::load::Checkpoint;
@@ -76,12 +76,15 @@ impl Model {
         let default = self.default.options.resolve(self.program.draft, &geometry).ok();
         let drafter = self.program.draft.map(|rules| {
             let widths = match default {
-                Some(Resolved::Drafting { verify_width, draft_width, .. }) => json!({ "verify": verify_width, "draft": draft_width }),
+                Some(Resolved::Drafting { verify_width, draft_width, .. }) => {
+                    json!({ "verify": verify_width, "draft": draft_width })
+                }
                 _ => Value::Null,
             };
             json!({ "adapter": self.facts.has_adapter, "logit_shift": rules.logit_shift, "default_widths": widths })
         });
-        let formats: serde_json::Map<_, _> = self.facts.formats.iter().map(|(name, count)| (name.clone(), json!(count))).collect();
+        let formats: serde_json::Map<_, _> =
+            self.facts.formats.iter().map(|(name, count)| (name.clone(), json!(count))).collect();
         let (device, gpu_memory) = match &self.calls {
             Calls::Gpu(gpu) => (device(gpu.gpu().info()), memory(gpu)),
             Calls::Cpu(cpu) => (json!({ "name": cpu.describe() }), Value::Null),

@@ -3,14 +3,14 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::{Model, choose};
 use super::calls::Calls;
 use super::info::Facts;
+use super::{Model, choose};
 use crate::cpu::reference::Reference;
 use crate::cpu::{CpuModel, CpuOptions};
+use crate::decode::ScheduleOptions;
 use crate::decode::options::Resolved;
 use crate::decode::schedule::ModelCalls;
-use crate::decode::ScheduleOptions;
 use crate::error::{Error, Result};
 use crate::gpu::{self, DeviceOptions, Gpu, GpuModel, ModelOptions};
 use crate::model::load::{self, Checkpoint, Sources};
@@ -253,7 +253,9 @@ fn usual_widths(checkpoint: &Checkpoint, model: &GpuModel) -> Vec<usize> {
 /// The checkpoint's chat template; a checkpoint may have none.
 fn chat_template(jinja: Option<&[u8]>, config: &TokenizerConfig) -> Result<Option<ChatTemplate>> {
     let jinja = jinja
-        .map(|bytes| std::str::from_utf8(bytes).map_err(|e| Error::BadTokenizer(format!("chat_template.jinja is not UTF-8: {e}"))))
+        .map(|bytes| {
+            std::str::from_utf8(bytes).map_err(|e| Error::BadTokenizer(format!("chat_template.jinja is not UTF-8: {e}")))
+        })
         .transpose()?;
     match ChatTemplate::new(jinja, config) {
         Ok(template) => Ok(Some(template)),

@@ -45,7 +45,9 @@ impl Model {
         let vocab = geometry.vocab_size as u32;
         let most = geometry.max_choose.min(geometry.max_rows).min((geometry.context.saturating_sub(PREFIX)) as usize);
         if let Some(rows) = rows.iter().find(|&&rows| rows == 0 || rows > most) {
-            return Err(Error::InvalidOption(format!("cannot time calls of {rows} rows; 1 to {most} fit this model and context")));
+            return Err(Error::InvalidOption(format!(
+                "cannot time calls of {rows} rows; 1 to {most} fit this model and context"
+            )));
         }
         let token = |position: u32| (position.wrapping_mul(7919) + 13) % vocab.max(1);
         let head: Vec<u32> = (0..PREFIX).map(token).collect();

@@ -26,8 +26,8 @@ use std::sync::Arc;
 use calls::Calls;
 
 use crate::model::program::Program;
-use crate::text::chat_template::ChatTemplate;
 use crate::text::Tokenizer;
+use crate::text::chat_template::ChatTemplate;
 
 /// A loaded model. One generation at a time: every method that runs it takes `&mut self`.
 pub struct Model {

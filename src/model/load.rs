@@ -154,10 +154,18 @@ pub async fn load_checkpoint<S: ByteSource>(
     files.chat_template = read_small(base, "chat_template.jinja", MAX_JSON_BYTES).await?;
     watch(start)?;
 
-    let base_index = TensorIndex::checkpoint(base).await?;
-    let known = family_of_tensors(base_index.tensors.keys().map(String::as_str));
-    let ModelConfig { mut arch, family, quantization } =
-        config::parse_as(known, &files.config, files.generation_config.as_deref())?;
+    let generation_config = files.generation_config.as_deref();
+    let by_config = config::parse(&files.config, generation_config);
+    let base_index = match (TensorIndex::checkpoint(base).await, &by_config) {
+        (Ok(index), _) => index,
+        // The config was read first; what is wrong with it is told first.
+        (Err(_), Err(error)) => return Err(error.clone()),
+        (Err(error), Ok(_)) => return Err(error),
+    };
+    let ModelConfig { mut arch, family, quantization } = match family_of_tensors(base_index.tensors.keys().map(String::as_str)) {
+        Some(known) => config::parse_as(Some(known), &files.config, generation_config)?,
+        None => by_config?,
+    };
     if let (None, Some(token)) = (arch.mask_token_id, family.mask_token) {
         arch.mask_token_id = Some(mask_token(&files, token, arch.vocab_size)?);
     }
