@@ -21,7 +21,7 @@ test('demo model: SwiftShader, f32: a few tokens of a short prompt', async () =>
   const other = await runRequests(await blankPage('lavapipe'), DEMO, { contextLength: 128 }, [[prompt, { maxTokens: 6 }]]);
   assert.deepEqual(results[0].tokens, other.results[0].tokens);
   assert.match(results[0].text, /\w/);
-}, { seconds: 240 });
+}, { seconds: 600 });
 
 test('demo model: lavapipe, f16 and subgroups: every schedule, abort, again, dispose', async () => {
   const { message, prompt_ids: ids, greedy_ids: greedy } = GREEDY[0];
@@ -76,7 +76,7 @@ test('demo model: lavapipe, f16 and subgroups: every schedule, abort, again, dis
     phases: { importPackage: times.imported, ...info.timings, firstToken: outcome.first.timings.firstToken },
     schedules: Object.fromEntries(SCHEDULES.map((name, i) => [name, { calls: results[i].calls, rows: results[i].rows, tokensPerCall: results[i].tokensPerCall, decodeMs: results[i].timings.decode }])),
   });
-}, { seconds: 300 });
+}, { seconds: 600 });
 
 test('demo model: a browser without a GPU takes the CPU, says so, and can be stopped', async () => {
   const { prompt_ids: ids, greedy_ids: greedy } = GREEDY[0];
@@ -104,7 +104,7 @@ test('demo model: a browser without a GPU takes the CPU, says so, and can be sto
   assert.ok(outcome.error.calls <= 6, `stopped after ${outcome.error.calls} calls`);
   assert.deepEqual(outcome.again.tokens, greedy.slice(0, TOKENS));
   record('cpu-in-browser.json', Object.fromEntries(SCHEDULES.map((name, i) => [name, { calls: outcome.results[i].calls, prefillMs: outcome.results[i].timings.prefill, decodeMs: outcome.results[i].timings.decode }])));
-}, { seconds: 240 });
+}, { seconds: 600 });
 
 test('demo model: the page loads it, answers, compares', async () => {
   const page = await newPage('lavapipe', { viewport: { width: 1200, height: 900 } });
@@ -123,4 +123,4 @@ test('demo model: the page loads it, answers, compares', async () => {
   assert.ok(packed.length > 60, packed);
   assert.ok((await page.locator('.panel mark').count()) > 0, 'no accepted draft is marked');
   assert.deepEqual(page.errors, []);
-}, { seconds: 240 });
+}, { seconds: 600 });
