@@ -211,11 +211,12 @@ async function startLoading() {
 function showLoaded(ms) {
   const { info } = model;
   const memory = info.memory.weights + info.memory.cache;
-  const [[formats]] = Object.entries(info.matrixFormats).sort(([, a], [, b]) => b - a);
+  const stored = Object.keys(info.matrixFormats);
+  const quantised = stored.filter((format) => /bit/.test(format));
   $('model-size').textContent = `Ready in ${duration(ms)}. Runs on the ${info.backend === 'webgpu' ? 'GPU' : 'CPU'}: ${info.backendReason.replace(/\.$/, '')}.`;
   showFacts($('model-facts'), [
     ['Runs on', `${info.backend === 'webgpu' ? 'WebGPU' : 'the CPU'}${info.subgroups ? ', with subgroups' : ''}`],
-    ['Weights', formats],
+    ['Weights', (quantised.length > 0 ? quantised : stored).join('; ')],
     ['Arithmetic', info.precision === 'f16' ? '16-bit storage, 32-bit sums' : '32-bit'],
     ['Guesses with', info.drafter ? (info.drafter.adapter ? 'a draft adapter' : 'the model itself') : 'nothing: one token a call'],
     ['Context', `${info.contextLength} tokens`],
