@@ -175,7 +175,9 @@ mod native {
         match outcome {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => {
-                eprintln!("forecall: {error}");
+                // One sentence, whatever a path or a template's own message holds.
+                let sentence = error.to_string().split_whitespace().collect::<Vec<_>>().join(" ");
+                tell(&format!("forecall: {sentence}\n"));
                 ExitCode::FAILURE
             }
         }
@@ -195,7 +197,7 @@ mod native {
             let text = error.render().to_string();
             let lines: Vec<_> = text.lines().map(str::trim).take_while(|line| !line.is_empty()).collect();
             let sentence = lines.join(" ");
-            eprintln!("forecall: {}; see forecall --help", sentence.strip_prefix("error: ").unwrap_or(&sentence));
+            tell(&format!("forecall: {}; see forecall --help\n", sentence.strip_prefix("error: ").unwrap_or(&sentence)));
         }
         ExitCode::from(2)
     }
@@ -230,14 +232,14 @@ mod native {
         let model = Model::load(&mut sources, &options, &mut |event| {
             let line = event.to_string();
             if on_terminal && line != last {
-                eprint!("\r\x1b[K{line}");
+                tell(&format!("\r\x1b[K{line}"));
                 last = line;
             }
             true
         })
         .await;
         if on_terminal {
-            eprint!("\r\x1b[K");
+            tell("\r\x1b[K");
         }
         model
     }
@@ -260,27 +262,26 @@ mod native {
             ignore_eos: args.ignore_eos,
             stop: args.stop,
         };
-        let mut stdout = std::io::stdout();
-        let streaming = !args.json;
+        let (streaming, mut written) = (!args.json, Ok(()));
         let done = model
             .generate(&request, &mut |part: &Part| {
                 if streaming {
-                    let _ = stdout.write_all(part.text().as_bytes());
-                    let _ = stdout.flush();
+                    written = print(&part.text());
                 }
-                true
+                written.is_ok()
             })
             .await?;
+        written?;
         if args.json {
-            print_line(&done.to_json().to_string());
+            print_line(&done.to_json().to_string())?;
         } else {
             if done.text.is_none() {
                 let ids: Vec<_> = done.tokens.iter().map(u32::to_string).collect();
-                print_line(&ids.join(","));
+                print_line(&ids.join(","))?;
             } else {
-                print_line("");
+                print_line("")?;
             }
-            eprintln!("{}", done.summary());
+            tell(&format!("{}\n", done.summary()));
         }
         Ok(())
     }
@@ -292,7 +293,7 @@ mod native {
         if let Some(draft) = out.draft {
             object["draft"] = json!(draft);
         }
-        print_line(&object.to_string());
+        print_line(&object.to_string())?;
         Ok(())
     }
 
@@ -300,9 +301,9 @@ mod native {
         let mut model = load(&args.model).await?;
         let info = model.info_with_self_test().await?;
         if args.json {
-            print_line(&info.to_string());
+            print_line(&info.to_string())?;
         } else {
-            print_tree(&info, 0);
+            print_tree(&info, 0)?;
         }
         Ok(())
     }
@@ -310,28 +311,45 @@ mod native {
     async fn bench(args: BenchArgs) -> Result<()> {
         let mut model = load(&args.model).await?;
         let table = model.measure_rows_json(&args.rows, args.rounds).await?;
-        print_line(&table.to_string());
+        print_line(&table.to_string())?;
         Ok(())
     }
 
-    /// Writes a line to stdout; a closed pipe is not an error of ours.
-    fn print_line(line: &str) {
-        let _ = writeln!(std::io::stdout(), "{line}");
+    /// Writes to stdout and flushes. A reader that has gone away is not an error of ours.
+    fn print(text: &str) -> Result<()> {
+        let mut stdout = std::io::stdout();
+        match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+            Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
+                Err(Error::Fetch(format!("the output could not be written: {error}")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn print_line(line: &str) -> Result<()> {
+        print(&format!("{line}\n"))
+    }
+
+    /// Writes to stderr; there is nobody to tell if that fails.
+    fn tell(text: &str) {
+        let mut stderr = std::io::stderr();
+        let _ = stderr.write_all(text.as_bytes()).and_then(|()| stderr.flush());
     }
 
     /// Prints nested JSON as indented `name: value` lines.
-    fn print_tree(value: &serde_json::Value, depth: usize) {
-        let Some(object) = value.as_object() else { return };
+    fn print_tree(value: &serde_json::Value, depth: usize) -> Result<()> {
+        let Some(object) = value.as_object() else { return Ok(()) };
         for (name, value) in object {
             let pad = "  ".repeat(depth);
             match value {
                 serde_json::Value::Object(_) => {
-                    print_line(&format!("{pad}{name}:"));
-                    print_tree(value, depth + 1);
+                    print_line(&format!("{pad}{name}:"))?;
+                    print_tree(value, depth + 1)?;
                 }
-                serde_json::Value::String(text) => print_line(&format!("{pad}{name}: {text}")),
-                other => print_line(&format!("{pad}{name}: {other}")),
+                serde_json::Value::String(text) => print_line(&format!("{pad}{name}: {text}"))?,
+                other => print_line(&format!("{pad}{name}: {other}"))?,
             }
         }
+        Ok(())
     }
 }

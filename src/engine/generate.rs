@@ -230,6 +230,9 @@ impl Model {
             let sent = Instant::now();
             let ticket = self.calls.submit(&plan)?;
             let choices = self.calls.answer(ticket).await?;
+            if choices.iter().any(|choice| choice.probability.is_nan()) {
+                return Err(Error::BadWeights("the model's logits are not finite: its weights are damaged or overflow".into()));
+            }
             let progress = generation.advance(&plan.answer(&choices)?)?;
             let prefill = plan.kind() == CallKind::Prefill;
             *(if prefill { &mut timings.prefill } else { &mut timings.decode }) += ms(sent);

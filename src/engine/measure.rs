@@ -23,6 +23,8 @@ pub struct RowTiming {
     pub median_ms: f64,
 }
 
+/// Most timed rounds.
+const MOST_ROUNDS: usize = 1000;
 /// Positions in the cache while calls are timed or compared.
 const PREFIX: u32 = 24;
 
@@ -46,8 +48,11 @@ impl Model {
         let most = geometry.max_choose.min(geometry.max_rows).min((geometry.context.saturating_sub(PREFIX)) as usize);
         if let Some(rows) = rows.iter().find(|&&rows| rows == 0 || rows > most) {
             return Err(Error::InvalidOption(format!(
-                "cannot time calls of {rows} rows; 1 to {most} fit this model and context"
+                "cannot time calls of {rows} rows; at most {most} fit this model and context"
             )));
+        }
+        if rounds == 0 || rounds > MOST_ROUNDS {
+            return Err(Error::InvalidOption(format!("cannot time {rounds} rounds; 1 to {MOST_ROUNDS} are allowed")));
         }
         let token = |position: u32| (position.wrapping_mul(7919) + 13) % vocab.max(1);
         let head: Vec<u32> = (0..PREFIX).map(token).collect();
@@ -60,7 +65,7 @@ impl Model {
             })
             .collect();
         let mut times = vec![Vec::with_capacity(rounds); plans.len()];
-        for round in 0..=rounds.max(1) {
+        for round in 0..=rounds {
             for (plan, times) in plans.iter().zip(&mut times) {
                 let begun = Instant::now();
                 let ticket = self.calls.submit(plan)?;
