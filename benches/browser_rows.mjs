@@ -19,7 +19,9 @@ const { values } = parseArgs({
 
 const page = await blankPage(values.browser);
 const table = await page.evaluate(
-  async ({ model, backend, rows, rounds }) => {
+  async ({ model, backend, rows, rounds, cure }) => {
+    // See there what ails the driver.
+    if (cure) await import('/tests/browser/storage-params.js');
     const [{ default: init, load }, { httpSource }, { chooseBackend }] = await Promise.all([
       import('/pkg/wasm/forecall.js'),
       import('/pkg/dist/bytes.js'),
@@ -34,7 +36,7 @@ const table = await page.evaluate(
     loaded.dispose();
     return measured;
   },
-  { model: values.model, backend: values.backend, rows: values.rows.split(',').map(Number), rounds: Number(values.rounds) },
+  { model: values.model, backend: values.backend, rows: values.rows.split(',').map(Number), rounds: Number(values.rounds), cure: values.browser === 'lavapipe' },
 );
 console.log(`${values.browser} Chromium, ${table.backend}; work per call: ${JSON.stringify(table.work)}`);
 console.log('rows   min ms   ratio   GB/s   GFLOP/s');
