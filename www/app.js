@@ -285,7 +285,7 @@ function showComparison([first, second], [a, b]) {
   const head = document.createElement('strong');
   head.textContent = `Texts identical: ${equal ? 'yes' : 'no'}`;
   const body = document.createElement('span');
-  body.textContent = `${nameOf(a)} took ${first.calls} model calls for ${first.tokens.length} tokens, ${nameOf(b)} ${second.calls}. On this device ${nameOf(a)} was ${decimal(speed, 2)} times as fast.`;
+  body.textContent = `${nameOf(a)} took ${first.calls} model calls for ${first.tokens.length} tokens, ${nameOf(b)} ${second.calls}. On this device ${nameOf(speed >= 1 ? a : b)} was ${decimal(Math.max(speed, 1 / speed), 2)} times as fast.`;
   verdict.replaceChildren(head, body);
   verdict.dataset.equal = equal ? 'yes' : 'no';
   show(verdict, true);
