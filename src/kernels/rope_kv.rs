@@ -1,14 +1,13 @@
 //! Per row and head: RMSNorm over Dh where there is one, RoPE, query scaling; q stays in `Qkv`, k and v go to the row's
 //! slot of the cache.
 //!
-//! Rotary angles are `position * frequency[i]`, `i < Dh / 2`, dimension `i` pairing with `i + Dh / 2`. Frequencies follow
-//! the definitions of transformers' `modeling_rope_utils`.
-
-use std::f64::consts::PI;
+//! Rotary angles are `position * frequency[i]`, `i < Dh / 2`, dimension `i` pairing with `i + Dh / 2`. Frequencies are those
+//! of [`crate::model::rope`].
 
 use super::matmul::inverse_rms;
 use super::{CallRows, Heads};
-use crate::model::arch::{Rope, RopeScaling};
+use crate::model::arch::Rope;
+use crate::model::rope::{attention_factor, inv_freq};
 
 /// Rotary frequencies of a model and the factor of their cosines and sines.
 #[derive(Debug, Clone, PartialEq)]
@@ -23,46 +22,7 @@ impl Frequencies {
     /// The frequencies of `rope` for heads of `head_dim`.
     #[must_use]
     pub fn new(rope: &Rope, head_dim: usize) -> Self {
-        let dim = head_dim as f64;
-        let plain = |i: usize| rope.theta.powf(-2.0 * i as f64 / dim);
-        let half = 0..head_dim / 2;
-        let (per_position, attention_factor) = match rope.scaling {
-            RopeScaling::Default => (half.map(plain).collect(), 1.0),
-            RopeScaling::Linear { factor } => (half.map(|i| plain(i) / factor).collect(), 1.0),
-            RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original } => {
-                let stretch = |i| {
-                    let f = plain(i);
-                    let wavelength = 2.0 * PI / f;
-                    if wavelength > original / low_freq_factor {
-                        f / factor
-                    } else if wavelength < original / high_freq_factor {
-                        f
-                    } else {
-                        let smooth = (original / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor);
-                        (1.0 - smooth) * f / factor + smooth * f
-                    }
-                };
-                (half.map(stretch).collect(), 1.0)
-            }
-            RopeScaling::Yarn { factor, original, beta_fast, beta_slow, attention_factor, truncate } => {
-                // The dimension whose wavelength fits `rotations` times into the original context.
-                let correction = |rotations: f64| dim * (original / (rotations * 2.0 * PI)).ln() / (2.0 * rope.theta.ln());
-                let (mut low, mut high) = (correction(beta_fast), correction(beta_slow));
-                if truncate {
-                    (low, high) = (low.floor(), high.ceil());
-                }
-                (low, high) = (low.max(0.0), high.min(dim - 1.0));
-                if low == high {
-                    high += 0.001;
-                }
-                let stretch = |i| {
-                    let ramp = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
-                    plain(i) / factor * ramp + plain(i) * (1.0 - ramp)
-                };
-                (half.map(stretch).collect(), attention_factor)
-            }
-        };
-        Self { per_position, attention_factor }
+        Self { per_position: inv_freq(rope, head_dim), attention_factor: attention_factor(&rope.scaling) }
     }
 
     /// `(cos, sin)` of dimension `i` at `position`, times the attention factor.
@@ -135,8 +95,11 @@ pub fn rope_kv(rows: CallRows<'_>, op: &RopeKv<'_>, stride: usize, qkv: &mut [f6
 
 #[cfg(test)]
 mod tests {
+    use std::f64::consts::PI;
+
     use super::super::testing::{close, words};
     use super::*;
+    use crate::model::arch::RopeScaling;
 
     const HEADS: Heads = Heads { query: 1, key_value: 1, dim: 2 };
 

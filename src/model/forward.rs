@@ -13,7 +13,7 @@ use super::program::{
 pub fn build(arch: Arch, adapter: Option<&AdapterSpec>) -> Program {
     let mut b = Builder { arch, adapter, matrices: Vec::new(), vectors: Vec::new(), ops: Vec::new(), lora_width: 0 };
     let (d, f, v) = (b.arch.hidden_size, b.arch.intermediate_size, b.arch.vocab_size);
-    let (q, kv, dh, qkv) = (b.arch.q_size(), b.arch.kv_size(), b.arch.head_dim, b.arch.qkv_size());
+    let (q, kv, dh) = (b.arch.q_size(), b.arch.kv_size(), b.arch.head_dim);
 
     let table = b.matrix("model.embed_tokens", Role::Embedding, d, Arrangement::Stacked, &[("model.embed_tokens", v)]);
     let mask = match adapter {
@@ -113,7 +113,6 @@ pub fn build(arch: Arch, adapter: Option<&AdapterSpec>) -> Program {
     };
     b.ops.push(Op::ArgMax { banned });
 
-    debug_assert_eq!(qkv, q + 2 * kv);
     let Builder { arch, matrices, vectors, ops, lora_width, .. } = b;
     Program { draft: draft.filter(|_| mask.is_some()), mask, arch, matrices, vectors, ops, lora_width }
 }

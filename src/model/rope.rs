@@ -1,10 +1,10 @@
-//! Rotary frequencies and tables, in f64.
+//! Rotary frequencies, in f64; every backend's tables come from them.
 //!
 //! Half-split order: dimension `i` of a head pairs with `i + Dh / 2`, `i` in `0..Dh/2`, and both turn by `position * inv_freq[i]`.
 
 use std::f64::consts::PI;
 
-use super::arch::{Arch, Rope, RopeScaling};
+use super::arch::{Rope, RopeScaling};
 
 /// Angle per position of each pair `[Dh / 2]`, in radians.
 ///
@@ -55,22 +55,6 @@ pub fn attention_factor(scaling: &RopeScaling) -> f64 {
         RopeScaling::Yarn { attention_factor, .. } => *attention_factor,
         _ => 1.0,
     }
-}
-
-/// Cosine and sine of every position below `positions` and every pair `[positions, Dh / 2]`, with the attention factor
-/// multiplied in. Computed in f64 and rounded once.
-#[must_use]
-pub fn rope_table(arch: &Arch, positions: usize) -> Vec<[f32; 2]> {
-    let frequencies = inv_freq(&arch.rope, arch.head_dim);
-    let factor = attention_factor(&arch.rope.scaling);
-    let mut table = Vec::with_capacity(positions * frequencies.len());
-    for position in 0..positions {
-        table.extend(frequencies.iter().map(|f| {
-            let (sin, cos) = (position as f64 * f).sin_cos();
-            [(cos * factor) as f32, (sin * factor) as f32]
-        }));
-    }
-    table
 }
 
 #[cfg(test)]
