@@ -87,7 +87,8 @@ pub fn build(root: &Path, out: &Path) -> Result<Vec<(String, Sizes)>, WasmError>
     let stamp_path = out.join(".made-from");
     // This file is part of what the output depends on: the flags stand in it.
     let inputs = Sha256::new().chain_update(&bytes).chain_update(include_bytes!("wasm.rs")).finalize();
-    let stamp = format!("{inputs:x} {}", wasm_opt_version()?);
+    let inputs: String = inputs.iter().map(|byte| format!("{byte:02x}")).collect();
+    let stamp = format!("{inputs} {}", wasm_opt_version()?);
     let optimised = out.join(format!("{NAME}_bg.wasm"));
     let current = fs::read_to_string(&stamp_path).is_ok_and(|made_from| made_from == stamp) && optimised.exists();
     if !current {
