@@ -5,19 +5,24 @@
 //! values, `tools` and `documents` defined even when there are none, messages without their null fields and reasoning
 //! under all of its names.
 //!
-//! Templates come from outside: parsing and rendering are bounded (recursion, steps), and every failure is a
-//! [`TextError`]. Python methods that the engine lacks (`zfill`) are errors. Known differences, met by no template we
-//! know of: `a ~ b` spells `true`, `none` and fractions as the engine does, not as Python does, and a tuple prints as a list.
+//! Templates come from outside: parsing and rendering are bounded (recursion, steps, work, and the memory that they make:
+//! [`super::template_guard`], [`super::template_budget`]), and every failure is a [`TextError`]. Python methods that the
+//! engine lacks (`zfill`) are errors, and so are `include`, `extends` and arguments unpacked with `*`. A known difference,
+//! met by no template we know of: a tuple prints as a list.
 
 use minijinja::value::{Kwargs, Value, ValueKind};
-use minijinja::{Environment, Error, ErrorKind};
+use minijinja::{Environment, Error, ErrorKind, State};
 use serde_json::Value as Json;
 use time::OffsetDateTime;
 
-use super::{TextError, generation_tag, python_format};
+use super::{TextError, generation_tag, python_format, template_filters, template_guard};
 
 /// Steps of the template engine after which a template is taken to run forever; a long chat with tools takes thousands.
-const FUEL: u64 = 20_000_000;
+const FUEL: u64 = 10_000_000;
+/// Macros, loops and blocks inside each other while rendering; a macro counts four times.
+const MAX_RECURSION: usize = 200;
+/// Longest format that `strftime_now` takes, in bytes.
+const MAX_TIME_FORMAT: usize = 1000;
 
 /// What this room needs of `tokenizer_config.json`: special tokens by name, and the chat templates if they stand there.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -117,7 +122,8 @@ impl ChatRequest {
 #[derive(Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
-    names: Vec<String>,
+    /// Name and source, checked to compile. Compiled anew for each prompt, since what is compiled borrows the source.
+    sources: Vec<(String, String)>,
     special_tokens: Vec<(String, String)>,
 }
 
@@ -136,16 +142,13 @@ impl ChatTemplate {
         if sources.is_empty() {
             return Err(TextError::NoTemplate);
         }
-        let mut environment = environment();
-        let mut names = Vec::new();
-        for (name, source) in sources {
-            let source = generation_tag::respell(&source);
-            if let Err(error) = environment.add_template_owned(name.clone(), source) {
-                return Err(TextError::Template { name, reason: error.to_string() });
+        for (name, source) in &mut sources {
+            *source = generation_tag::respell(source);
+            if let Err(error) = template_guard::compile(name, source) {
+                return Err(TextError::Template { name: name.clone(), reason: error.to_string() });
             }
-            names.push(name);
         }
-        Ok(Self { environment, names, special_tokens: config.special_tokens.clone() })
+        Ok(Self { environment: environment(), sources, special_tokens: config.special_tokens.clone() })
     }
 
     /// The prompt for a conversation. Encode it with `add_special_tokens` off.
@@ -154,13 +157,23 @@ impl ChatTemplate {
     /// [`TextError::Message`] if a message is malformed, [`TextError::UnknownTemplate`] for a name that is not there,
     /// [`TextError::Refused`] if the template raises an exception, [`TextError::Render`] if it fails otherwise.
     pub fn render(&self, request: &ChatRequest) -> Result<String, TextError> {
+        for (index, message) in request.messages.iter().enumerate() {
+            if is_deeper(message, MAX_DEPTH) {
+                let reason = format!("nested more than {MAX_DEPTH} levels deep");
+                return Err(TextError::Message { index, reason });
+            }
+        }
+        if let Some((name, _)) = request.variables.iter().find(|(_, value)| is_deeper(value, MAX_DEPTH)) {
+            let reason = format!("the variable is nested more than {MAX_DEPTH} levels deep");
+            return Err(TextError::Render { name: name.clone(), reason });
+        }
         let messages = request
             .messages
             .iter()
             .enumerate()
             .map(|(index, message)| normalized(index, message))
             .collect::<Result<Vec<_>, _>>()?;
-        let name = self.choose(request)?;
+        let (name, source) = self.choose(request)?;
         let mut context: serde_json::Map<String, Json> = [("tools", Json::Null), ("documents", Json::Null)]
             .map(|(name, value)| (name.to_owned(), value))
             .into_iter()
@@ -169,23 +182,26 @@ impl ChatTemplate {
         context.extend(request.variables.clone());
         context.insert("messages".to_owned(), Json::Array(messages));
         context.insert("add_generation_prompt".to_owned(), Json::Bool(request.add_generation_prompt));
-        if let Some((name, _)) = context.iter().find(|(_, value)| depth(value) > MAX_DEPTH) {
-            return Err(TextError::Render {
-                name: name.clone(),
-                reason: format!("the variable is nested more than {MAX_DEPTH} levels deep"),
-            });
-        }
+        // Names that no template can spell would stand in front of the functions that guard its operators.
+        context.retain(|name, _| name.chars().all(|c| c.is_alphanumeric() || c == '_'));
         let now = request.now;
         let context = minijinja::context! {
             strftime_now => Value::from_function(move |format: &str| strftime(format, now)),
             ..Value::from_serialize(&context)
         };
-        self.environment.get_template(name).and_then(|template| template.render(context)).map_err(|error| failure(name, &error))
+        template_guard::compile(name, source)
+            .and_then(|template| template_guard::evaluate(&self.environment, &template, context))
+            .map_err(|error| failure(name, &error))
     }
 
-    fn choose(&self, request: &ChatRequest) -> Result<&str, TextError> {
-        let find = |asked: &str| self.names.iter().find(|name| *name == asked).map(String::as_str);
-        let unknown = |asked: &str| TextError::UnknownTemplate { asked: asked.to_owned(), known: self.names.join(", ") };
+    fn choose(&self, request: &ChatRequest) -> Result<(&str, &str), TextError> {
+        let find = |asked: &str| {
+            self.sources.iter().find(|(name, _)| name == asked).map(|(name, source)| (name.as_str(), source.as_str()))
+        };
+        let unknown = |asked: &str| {
+            let known: Vec<_> = self.sources.iter().map(|(name, _)| name.as_str()).collect();
+            TextError::UnknownTemplate { asked: asked.to_owned(), known: known.join(", ") }
+        };
         if let Some(asked) = &request.template {
             return find(asked).ok_or_else(|| unknown(asked));
         }
@@ -195,14 +211,16 @@ impl ChatTemplate {
     }
 }
 
-/// Deepest nesting of a variable; the engine and the JSON reader recurse.
-const MAX_DEPTH: usize = 100;
+/// Deepest nesting of a variable or message; the engine and the JSON reader recurse.
+const MAX_DEPTH: usize = 64;
 
-fn depth(value: &Json) -> usize {
+/// Whether a value nests deeper than `limit`; looks no deeper than that.
+fn is_deeper(value: &Json, limit: usize) -> bool {
     match value {
-        Json::Array(items) => 1 + items.iter().map(depth).max().unwrap_or(0),
-        Json::Object(fields) => 1 + fields.values().map(depth).max().unwrap_or(0),
-        _ => 0,
+        Json::Array(_) | Json::Object(_) if limit == 0 => true,
+        Json::Array(items) => items.iter().any(|item| is_deeper(item, limit - 1)),
+        Json::Object(fields) => fields.values().any(|field| is_deeper(field, limit - 1)),
+        _ => false,
     }
 }
 
@@ -261,6 +279,9 @@ fn failure(name: &str, error: &Error) -> TextError {
 }
 
 fn strftime(format: &str, now: Option<OffsetDateTime>) -> Result<String, Error> {
+    if format.len() > MAX_TIME_FORMAT {
+        return Err(Error::new(ErrorKind::InvalidOperation, "strftime_now: the format is too long"));
+    }
     let invalid = |why: String| Error::new(ErrorKind::InvalidOperation, format!("strftime_now(`{format}`): {why}"));
     let now = now.or_else(|| OffsetDateTime::now_local().ok()).unwrap_or_else(OffsetDateTime::now_utc);
     let items = time::format_description::parse_strftime_owned(format).map_err(|e| invalid(e.to_string()))?;
@@ -269,30 +290,17 @@ fn strftime(format: &str, now: Option<OffsetDateTime>) -> Result<String, Error> 
 
 fn environment() -> Environment<'static> {
     let mut environment = Environment::new();
-    environment.set_trim_blocks(true);
-    environment.set_lstrip_blocks(true);
     environment.set_fuel(Some(FUEL));
-    environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+    environment.set_recursion_limit(MAX_RECURSION);
     environment.set_formatter(python_format::print);
-    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-    environment.add_function("raise_exception", |message: Value| -> Result<Value, Error> {
-        let message = python_format::to_str(&message)?;
+    template_filters::add(&mut environment);
+    template_guard::add_functions(&mut environment);
+    environment.add_function("raise_exception", |state: &State, message: Value| -> Result<Value, Error> {
+        let message = python_format::to_str(state, &message)?;
         Err(Error::new(ErrorKind::InvalidOperation, message.clone()).with_source(Raised(message)))
-    });
-    environment.add_filter("tojson", |value: &Value, options: Kwargs| python_format::tojson(value, options));
-    environment.add_filter("string", |value: &Value| python_format::to_str(value));
-    environment.add_filter("join", |items: &Value, between: Option<&str>| -> Result<String, Error> {
-        let texts = items.try_iter()?.map(|item| python_format::to_str(&item)).collect::<Result<Vec<_>, _>>()?;
-        Ok(texts.join(between.unwrap_or("")))
     });
     environment.add_filter("int", to_int);
     environment.add_filter("float", to_float);
-    environment.add_filter("replace", |text: &Value, old: &str, new: &str, count: Option<usize>, options: Kwargs| {
-        let count = count.or(options.get("count")?);
-        options.assert_all_used()?;
-        let text = python_format::to_str(text)?;
-        Ok::<_, Error>(text.replacen(old, new, count.unwrap_or(usize::MAX)))
-    });
     // Jinja2's tests ask Python: a string is a sequence, and everything that can be looped over is iterable.
     let walkable = |value: &Value| matches!(value.kind(), ValueKind::String | ValueKind::Seq | ValueKind::Map);
     environment.add_test("sequence", walkable);
@@ -476,6 +484,151 @@ mod tests {
         let mut request = ChatRequest::user("x");
         request.variables.insert("deep".to_owned(), deep);
         assert!(render("{{ deep }}", &request).is_err());
+    }
+
+    /// Each makes gigabytes, or runs for hours, or overflows the stack, with few steps.
+    #[test]
+    fn templates_that_multiply_end_in_errors() {
+        let doubled = "{% set ns = namespace(a='0123456789') %}{% for i in range(60) %}{% set ns.a = ns.a OP ns.a %}{% endfor %}";
+        let doubled_lists = doubled.replace("'0123456789'", "[1]").replace("OP", "+");
+        let chain = |unit: &str, n: usize| format!("{{{{ {}1 }}}}", unit.repeat(n));
+        let deepened = |step: &str| {
+            format!("{{% set ns = namespace(x=1) %}}{{% for i in range(90000) %}}{{% set ns.x = {step} %}}{{% endfor %}}")
+        };
+        let megabyte = "{% set m = 'x' * 1000000 %}";
+        let hostile = [
+            doubled.replace("OP", "+"),
+            doubled.replace("OP", "~"),
+            doubled_lists,
+            format!("{}{{{{ a }}}}", "{% set a = (a or 'xxxxxxxx') + (a or 'xxxxxxxx') %}".repeat(60)),
+            "{% macro m(a) %}{{ m(a + a) }}{% endmacro %}{{ m('xxxxxxxx') }}".to_owned(),
+            "{% for x in ['xxxxxxxx'] recursive %}{{ loop([x + x]) }}{% endfor %}".to_owned(),
+            "{{ 'x' * 99999999 }}".to_owned(),
+            "{% set n = 99999999 %}{{ 'x' * n }}{{ n * 'x' }}".to_owned(),
+            "{% set n = 99999999 %}{{ ([0] * n) | list | length }}".to_owned(),
+            "{{ ['x' * 99999999, 'y' * 99999999, 'z' * 99999999] | length }}".to_owned(),
+            "{{ [1, 2] | batch(1000000000) | list }}".to_owned(),
+            "{{ [1, 2] | batch(1000000000, 'x') | list }}".to_owned(),
+            "{{ [1, 2] | slice(1000000000) | list }}".to_owned(),
+            "{{ 'a\nb' | indent(1000000000) }}".to_owned(),
+            "{{ 'a\nb' | indent(width=1000000000) }}".to_owned(),
+            "{{ '%1000000000d' | format(1) }}".to_owned(),
+            "{{ '%*d' | format(1000000000, 1) }}".to_owned(),
+            "{{ '%.1000000000f' | format(1.0) }}".to_owned(),
+            "{{ '{:1000000000}'.format(1) }}".to_owned(),
+            format!("{megabyte}{{{{ m | replace('x', m) | length }}}}"),
+            format!("{megabyte}{{{{ m.replace('x', m) | length }}}}"),
+            format!("{megabyte}{{{{ (m | list) | join(m) | length }}}}"),
+            format!("{megabyte}{{{{ m.join(m) | length }}}}"),
+            format!("{megabyte}{{% for i in range(99999) %}}{{{{ m }}}}{{% endfor %}}"),
+            format!("{megabyte}{{% set x %}}{{% for i in range(99999) %}}{{{{ m }}}}{{% endfor %}}{{% endset %}}"),
+            format!("{{% set x %}}{{% for i in range(99999) %}}{}{{% endfor %}}{{% endset %}}", "raw text ".repeat(1000)),
+            format!(
+                "{megabyte}{{% set n = namespace(l=[]) %}}{{% for i in range(9999) %}}{{% set n.l = n.l + [m[1:]] %}}{{% endfor %}}"
+            ),
+            format!(
+                "{megabyte}{{% for i in range(9999) %}}{{% for j in range(9999) %}}{{{{ 'y' in m }}}}{{% endfor %}}{{% endfor %}}"
+            ),
+            format!("{megabyte}{{% for i in range(9999) %}}{{% if m == m[0:] + '' %}}{{% endif %}}{{% endfor %}}"),
+            format!("{megabyte}{{% for i in range(99999) %}}{{% if m is upper %}}{{% endif %}}{{% endfor %}}"),
+            format!("{megabyte}{{% for i in range(99999) %}}{{{{ {{}}[m] }}}}{{% endfor %}}"),
+            "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}"
+                .to_owned(),
+            deepened("[ns.x]"),
+            deepened("{'a': ns.x}"),
+            deepened("dict(a=ns.x)"),
+            deepened("namespace(a=ns.x)"),
+            deepened("[ns.x] | batch(1) | list"),
+            deepened("[ns.x] | map('list') | list"),
+            "{% set ns = namespace(x=1) %}{% set ns.x = ns %}{{ ns ~ '' }}".to_owned(),
+            "{% set ns = namespace(x=1) %}{% set ns.x = [ns] %}{{ ns | string }}".to_owned(),
+            "{{ messages | tojson(separators=['x' * 9999999, ':' * 9999999]) }}".to_owned(),
+            format!("{{{{ strftime_now('{}') }}}}", "%c".repeat(100_000)),
+            chain("-", 50_000),
+            chain("not ", 50_000),
+            chain("1 + ", 50_000),
+            chain("1 if ", 50_000),
+            chain("(", 50_000),
+            chain("[", 50_000),
+            chain("{1:", 50_000),
+            format!("{{{{ a{} }}}}", ".b".repeat(50_000)),
+            format!("{{{{ a{} }}}}", "[0]".repeat(50_000)),
+            format!("{{{{ a{} }}}}", "()".repeat(50_000)),
+            format!("{{{{ a{} }}}}", "|e".repeat(50_000)),
+            format!("{{{{ a{} }}}}", " is true".repeat(50_000)),
+            "{% if 1 %}".repeat(50_000),
+            format!("{{% if 1 %}}{}{{% endif %}}", "{% elif 1 %}".repeat(50_000)),
+            format!("{{% raw %}}{}", "{% endraw ".repeat(90_000)),
+            " ".repeat(2_000_000),
+            "{{ f(*range(99999)) }}".to_owned(),
+        ];
+        let started = std::time::Instant::now();
+        for source in &hostile {
+            let before = started.elapsed();
+            let result = render(source, &ChatRequest::user("x"));
+            let took = started.elapsed() - before;
+            assert!(result.is_err(), "{source:.90}: {:.40}", result.unwrap_or_default());
+            assert!(took.as_secs() < 20, "{source:.90}: {took:?}");
+        }
+        // Controls: the same constructs in the sizes that templates have.
+        for (source, expected) in [
+            (
+                "{% set ns = namespace(a='ab') %}{% for i in range(3) %}{% set ns.a = ns.a + ns.a %}{% endfor %}{{ ns.a }}",
+                "ab".repeat(8),
+            ),
+            ("{{ '=' * 40 }}{{ 2 * 'x' }}{{ 2 * 3 + 1 }}{{ 7 - 2 }}", format!("{}xx75", "=".repeat(40))),
+            ("{{ [1, 2, 3] | batch(2) | list }}{{ ([0] * 2) | list }}", "[[1, 2], [3]][0, 0]".to_owned()),
+            ("{{ 'a\nb' | indent(2) }}{{ '%5d' | format(3) }}{{ '{:>3}'.format(1) }}", "a\n  b    3  1".to_owned()),
+            ("{{ 'a' ~ true ~ none ~ 1.5 ~ [1] }}", "aTrueNone1.5[1]".to_owned()),
+            (
+                "{{ 1 < 2 < 3 }}{{ 3 > 2 > 2 }}{{ 'b' in 'abc' }}{{ 2 in [1] }}{{ 'a' not in 'abc' }}",
+                "TrueFalseTrueFalseFalse".to_owned(),
+            ),
+            ("{{ {'a': [1, {'b': none}]} }}{{ [3, 1] | sort }}{{ [1, 2][-1] }}", "{'a': [1, {'b': None}]}[1, 3]2".to_owned()),
+            (
+                "{% raw %}{{ x }}{% generation %}{% endraw %}{% if 0 %}a{% elif 1 %}b{% else %}c{% endif %}",
+                "{{ x }}{% generation %}b".to_owned(),
+            ),
+            ("{{ 'abab'.count('') }} {{ 'abab'.count('ab') }}", "5 2".to_owned()),
+            ("{{ 1 + (2 if true else 3) }}{{ (none or 'a') + 'b' }}", "3ab".to_owned()),
+        ] {
+            assert_eq!(render(source, &ChatRequest::user("x")).as_deref(), Ok(expected.as_str()), "{source}");
+        }
+    }
+
+    #[test]
+    fn slices_are_pythons() {
+        let ends = ["", "0", "1", "2", "9", "-1", "-2", "-9"];
+        for length in 0..4_i64 {
+            let text: String = "abcdef".chars().take(length as usize).collect();
+            for (start, stop) in ends.iter().flat_map(|a| ends.iter().map(move |b| (a, b))) {
+                for step in ["", "1", "2", "-1", "-2", "-9"] {
+                    let source = format!(
+                        "{{{{ '{text}'[{start}:{stop}:{step}] }}}}|{{{{ ('{text}' | list)[{start}:{stop}:{step}] | join }}}}"
+                    );
+                    let by: i64 = step.parse().unwrap_or(1);
+                    // By the definition: every index is asked.
+                    let bound = |end: &str, default: i64| match end.parse::<i64>() {
+                        Ok(at) if at < 0 => (at + length).max(if by < 0 { -1 } else { 0 }),
+                        Ok(at) => at.min(if by < 0 { length - 1 } else { length }),
+                        Err(_) => default,
+                    };
+                    let (from, to) =
+                        if by < 0 { (bound(start, length - 1), bound(stop, -1)) } else { (bound(start, 0), bound(stop, length)) };
+                    let mut expected = String::new();
+                    let mut at = from;
+                    while (by > 0 && at < to) || (by < 0 && at > to) {
+                        expected.extend(text.chars().nth(at as usize));
+                        at += by;
+                    }
+                    assert_eq!(
+                        render(&source, &ChatRequest::user("x")).as_deref(),
+                        Ok(format!("{expected}|{expected}").as_str()),
+                        "{source}"
+                    );
+                }
+            }
+        }
     }
 
     #[test]

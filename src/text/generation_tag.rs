@@ -7,13 +7,12 @@
 pub(super) fn respell(template: &str) -> String {
     let mut out = String::with_capacity(template.len());
     let mut rest = template;
-    let mut raw = false;
     while let Some(at) = rest.find('{') {
         let (text, from) = rest.split_at(at);
         out.push_str(text);
         let (tag, after) = match from.as_bytes().get(1) {
-            Some(b'#') if !raw => split_after(from, from.find("#}").map(|end| end + 2)),
-            Some(b'{') if !raw => split_after(from, end_of_tag(from, "}}")),
+            Some(b'#') => split_after(from, from.find("#}").map(|end| end + 2)),
+            Some(b'{') => split_after(from, end_of_tag(from, "}}")),
             Some(b'%') => split_after(from, end_of_tag(from, "%}")),
             _ => split_after(from, Some(1)),
         };
@@ -21,25 +20,24 @@ pub(super) fn respell(template: &str) -> String {
             let inner = tag.get(2..tag.len().saturating_sub(2)).unwrap_or_default();
             let word = inner.trim_start_matches(['-', '+']).trim().trim_end_matches(['-', '+']).trim();
             match word {
-                "raw" => raw = true,
-                "endraw" => raw = false,
-                "generation" if !raw => {
+                "raw" => {
+                    // Inside a raw block nothing is a tag but its end.
+                    let (inside, behind) = split_after(after, end_of_raw(after));
+                    out.extend([tag, inside]);
+                    rest = behind;
+                    continue;
+                }
+                "generation" => {
                     out.push_str(&tag.replacen("generation", "with", 1));
                     rest = after;
                     continue;
                 }
-                "endgeneration" if !raw => {
+                "endgeneration" => {
                     out.push_str(&tag.replacen("endgeneration", "endwith", 1));
                     rest = after;
                     continue;
                 }
                 _ => {}
-            }
-            if raw && word != "raw" {
-                // Inside a raw block a tag's end means nothing: go on right behind the brace.
-                out.push('{');
-                rest = from.get(1..).unwrap_or_default();
-                continue;
             }
         }
         out.push_str(tag);
@@ -52,6 +50,16 @@ pub(super) fn respell(template: &str) -> String {
 /// Splits at `end`; all of it belongs to a tag that never ends.
 fn split_after(text: &str, end: Option<usize>) -> (&str, &str) {
     text.split_at_checked(end.unwrap_or(text.len())).unwrap_or((text, ""))
+}
+
+/// Where a raw block's closing tag ends, in the text behind the opening one.
+fn end_of_raw(text: &str) -> Option<usize> {
+    text.match_indices("{%").find_map(|(at, _)| {
+        let inner = text.get(at + 2..)?;
+        let tail = inner.trim_start_matches(['-', '+']).trim_start().strip_prefix("endraw")?;
+        let close = tail.trim_start().trim_start_matches(['-', '+']).strip_prefix("%}")?;
+        Some(text.len() - close.len())
+    })
 }
 
 /// Where the tag that `text` begins with ends, strings inside it skipped.

@@ -10,6 +10,9 @@ pub mod chat_template;
 pub mod detokenizer;
 mod generation_tag;
 mod python_format;
+mod template_budget;
+mod template_filters;
+mod template_guard;
 pub mod tokenizer;
 mod tokenizer_check;
 

@@ -8,31 +8,41 @@ use std::fmt::Write as _;
 use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{Error, ErrorKind, Output, State};
 
+use super::template_budget::{Budget, MAX_DEPTH};
+
 /// The template engine's formatter: what `{{ value }}` prints.
 pub(super) fn print(out: &mut Output, state: &State, value: &Value) -> Result<(), Error> {
     match value.kind() {
         ValueKind::None | ValueKind::Bool | ValueKind::Number | ValueKind::Seq | ValueKind::Map => {
-            out.write_str(&to_str(value)?).map_err(|e| Error::new(ErrorKind::WriteFailure, e.to_string()))
+            let text = to_str(state, value)?;
+            Budget::of(state).make(text.len() as u64)?;
+            out.write_str(&text).map_err(|e| Error::new(ErrorKind::WriteFailure, e.to_string()))
         }
-        _ => minijinja::escape_formatter(out, state, value),
+        _ => {
+            let budget = Budget::of(state);
+            budget.make(budget.weigh(value)?)?;
+            minijinja::escape_formatter(out, state, value)
+        }
     }
 }
 
-/// Python's `str(value)`.
-pub(super) fn to_str(value: &Value) -> Result<String, Error> {
+/// Python's `str(value)`. What is printed is a small multiple of what the value weighs.
+pub(super) fn to_str(state: &State, value: &Value) -> Result<String, Error> {
     match (value.kind(), value.as_str()) {
-        (_, Some(text)) => Ok(text.to_owned()),
+        (_, Some(text)) => {
+            Budget::of(state).walk(text.len() as u64)?;
+            Ok(text.to_owned())
+        }
         (ValueKind::Undefined, _) => Ok(String::new()),
         _ => {
+            let budget = Budget::of(state);
+            budget.make(budget.weigh(value)?)?;
             let mut out = String::new();
             repr(&mut out, value, 0)?;
             Ok(out)
         }
     }
 }
-
-/// Depth at which nested lists and maps are given up; templates and messages are a few levels deep.
-const MAX_DEPTH: usize = 100;
 
 fn too_deep() -> Error {
     Error::new(ErrorKind::InvalidOperation, format!("a value nested more than {MAX_DEPTH} levels deep cannot be printed"))
@@ -133,7 +143,7 @@ fn float(x: f64) -> String {
 }
 
 /// transformers' `tojson`: `json.dumps(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False)`.
-pub(super) fn tojson(value: &Value, options: Kwargs) -> Result<Value, Error> {
+pub(super) fn tojson(state: &State, value: &Value, options: Kwargs) -> Result<Value, Error> {
     let indent: Option<Value> = options.get("indent")?;
     let indent = match indent {
         None => None,
@@ -161,12 +171,16 @@ pub(super) fn tojson(value: &Value, options: Kwargs) -> Result<Value, Error> {
         indent,
         between,
         colon,
+        limit: Budget::of(state).left(),
         ensure_ascii: options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false),
         sort_keys: options.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
     };
     options.assert_all_used()?;
+    let budget = Budget::of(state);
+    budget.make(budget.weigh(value)?)?;
     let mut out = String::new();
     json.write(&mut out, value, 0)?;
+    budget.make(out.len() as u64)?;
     Ok(Value::from(out))
 }
 
@@ -174,6 +188,8 @@ struct Json {
     indent: Option<String>,
     between: String,
     colon: String,
+    /// Bytes at which writing stops: separators and indentation can be long.
+    limit: usize,
     ensure_ascii: bool,
     sort_keys: bool,
 }
@@ -182,6 +198,9 @@ impl Json {
     fn write(&self, out: &mut String, value: &Value, depth: usize) -> Result<(), Error> {
         if depth > MAX_DEPTH {
             return Err(too_deep());
+        }
+        if out.len() > self.limit {
+            return Err(Error::new(ErrorKind::InvalidOperation, "tojson: the template makes too much text"));
         }
         match value.kind() {
             ValueKind::None => out.push_str("null"),

@@ -1,9 +1,11 @@
 //! Refuses tokenizer files that would make the `tokenizers` crate panic or read past its buffers.
 //!
-//! Found by reading version 0.23.2 and by feeding it mutated files: its BPE builder copies the two halves of a merge into
+//! Found by reading version 0.23.2, by fuzzing and by feeding it mutated files. It does not look at the `type` of a
+//! post-processor, and takes other parts without one by their fields: here each part must be of a type it knows. Its BPE builder copies the two halves of a merge into
 //! a buffer as long as the longest token before it asks whether the merged token exists; its Strip decoder counts back
 //! from the end of a token without looking at the length; its template processor indexes a second sequence that a single
-//! text does not have; its Precompiled normalizer unwraps. Each is a sentence here instead.
+//! text does not have; its Precompiled normalizer unwraps; an empty pattern matches everywhere. Each is a sentence here
+//! instead.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -74,13 +76,15 @@ pub(super) fn check(bytes: &[u8]) -> Result<Facts, TextError> {
     let file: File = serde_json::from_slice(bytes)
         .map_err(|e| TextError::Tokenizer(format!("expected the JSON of a tokenizer with a `model`: {e}")))?;
     check_merges(&file.model)?;
-    for part in [&file.normalizer, &file.pre_tokenizer, &file.post_processor, &file.decoder] {
-        each_part(part, &mut check_part)?;
-    }
     let mut byte_fallback = false;
-    each_part(&file.decoder, &mut |kind, _| {
+    for (place, part) in
+        [(&NORMALIZER, &file.normalizer), (&PRE_TOKENIZER, &file.pre_tokenizer), (&POST_PROCESSOR, &file.post_processor)]
+    {
+        each_part(place, part, &mut check_part)?;
+    }
+    each_part(&DECODER, &file.decoder, &mut |kind, part| {
         byte_fallback |= kind == "ByteFallback";
-        Ok(())
+        check_part(kind, part)
     })?;
     Ok(Facts { byte_fallback })
 }
@@ -123,34 +127,107 @@ fn check_merges(model: &Model) -> Result<(), TextError> {
     Ok(())
 }
 
-/// Calls `look(type, object)` for every object with a `type` below `part`.
-fn each_part(part: &Value, look: &mut dyn FnMut(&str, &Value) -> Result<(), TextError>) -> Result<(), TextError> {
-    match part {
-        Value::Object(fields) => {
-            if let Some(kind) = fields.get("type").and_then(Value::as_str) {
-                look(kind, part)?;
-            }
-            fields.values().try_for_each(|field| each_part(field, look))
-        }
-        Value::Array(items) => items.iter().try_for_each(|item| each_part(item, look)),
-        _ => Ok(()),
+/// A place in the file where a part stands, and what may stand there.
+struct Place {
+    name: &'static str,
+    kinds: &'static [&'static str],
+    /// Field of a `Sequence` that lists further parts.
+    list: &'static str,
+}
+
+const NORMALIZER: Place = Place {
+    name: "normalizer",
+    kinds: &[
+        "BertNormalizer",
+        "ByteLevel",
+        "Lowercase",
+        "NFC",
+        "NFD",
+        "NFKC",
+        "NFKD",
+        "Nmt",
+        "Precompiled",
+        "Prepend",
+        "Replace",
+        "Sequence",
+        "Strip",
+        "StripAccents",
+    ],
+    list: "normalizers",
+};
+const PRE_TOKENIZER: Place = Place {
+    name: "pre_tokenizer",
+    kinds: &[
+        "BertPreTokenizer",
+        "ByteLevel",
+        "CharDelimiterSplit",
+        "Digits",
+        "FixedLength",
+        "Metaspace",
+        "Punctuation",
+        "Sequence",
+        "Split",
+        "UnicodeScripts",
+        "Whitespace",
+        "WhitespaceSplit",
+    ],
+    list: "pretokenizers",
+};
+const POST_PROCESSOR: Place = Place {
+    name: "post_processor",
+    kinds: &["BertProcessing", "ByteLevel", "RobertaProcessing", "Sequence", "TemplateProcessing"],
+    list: "processors",
+};
+const DECODER: Place = Place {
+    name: "decoder",
+    kinds: &["BPEDecoder", "ByteFallback", "ByteLevel", "CTC", "Fuse", "Metaspace", "Replace", "Sequence", "Strip", "WordPiece"],
+    list: "decoders",
+};
+
+/// Calls `look(type, object)` for a part and for those that it lists.
+fn each_part(place: &Place, part: &Value, look: &mut dyn FnMut(&str, &Value) -> Result<(), TextError>) -> Result<(), TextError> {
+    if part.is_null() {
+        return Ok(());
+    }
+    let kind = part.get("type").and_then(Value::as_str).filter(|kind| place.kinds.contains(kind));
+    let Some(kind) = kind else {
+        return refuse(format!("a `{}` has no `type` that is known; expected one of {}", place.name, place.kinds.join(", ")));
+    };
+    look(kind, part)?;
+    let parts = part.get(place.list);
+    match parts.map(Value::as_array) {
+        None if kind != "Sequence" => Ok(()),
+        Some(Some(parts)) => parts.iter().try_for_each(|part| match part {
+            Value::Null => refuse(format!("`{}` lists a null", place.list)),
+            part => each_part(place, part, look),
+        }),
+        _ => refuse(format!("a Sequence needs `{}`, a list", place.list)),
     }
 }
 
+/// Looks at all fields whatever the type says, since the library does.
 fn check_part(kind: &str, part: &Value) -> Result<(), TextError> {
     let number = |field: &str| part.get(field).and_then(Value::as_u64);
-    match kind {
-        "Strip" if number("stop").is_some_and(|n| n > 0) => refuse("a Strip decoder with `stop` above 0 is not supported"),
-        "Prepend" if part.get("prepend").and_then(Value::as_str) == Some("") => {
-            refuse("a Prepend normalizer needs something to prepend")
-        }
-        "FixedLength" if number("length") == Some(0) => refuse("a FixedLength pre-tokenizer needs a `length` above 0"),
-        "Precompiled" => {
-            refuse("the Precompiled normalizer (SentencePiece Unigram models) is not supported; the model families here use BPE")
-        }
-        "TemplateProcessing" => check_template_processing(part),
-        _ => Ok(()),
+    let text = |field: &str| part.get(field).and_then(Value::as_str);
+    if number("stop").is_some_and(|n| n > 0) {
+        return refuse("a Strip decoder with `stop` above 0 is not supported");
     }
+    if text("prepend") == Some("") {
+        return refuse("a Prepend normalizer needs something to prepend");
+    }
+    if number("length") == Some(0) {
+        return refuse("a FixedLength pre-tokenizer needs a `length` above 0");
+    }
+    let pattern = part.get("pattern");
+    if pattern.is_some_and(|p| ["String", "Regex"].iter().any(|kind| p.get(kind).and_then(Value::as_str) == Some(""))) {
+        return refuse(format!("the pattern of a {kind} is empty"));
+    }
+    if kind == "Precompiled" || part.get("precompiled_charsmap").is_some() {
+        return refuse(
+            "the Precompiled normalizer (SentencePiece Unigram models) is not supported; the model families here use BPE",
+        );
+    }
+    check_template_processing(part)
 }
 
 fn check_template_processing(part: &Value) -> Result<(), TextError> {
