@@ -16,7 +16,7 @@ use targets::{Counting, TARGETS, Target, run};
 static COUNTING: Counting = Counting;
 
 /// Mutated inputs for each target.
-const ROUNDS: usize = 3000;
+const ROUNDS: usize = 20_000;
 /// What one small input may take; rounds take some microseconds.
 const SLOWEST: Duration = Duration::from_secs(20);
 
@@ -66,7 +66,8 @@ impl Random {
 
     fn range(&mut self, length: usize) -> std::ops::Range<usize> {
         let start = self.below(length + 1);
-        start..(start + self.below(1 << self.below(8))).min(length)
+        let longest = 1 << self.below(8);
+        start..(start + self.below(longest)).min(length)
     }
 }
 
@@ -84,7 +85,7 @@ fn mutate(random: &mut Random, input: &mut Vec<u8>, words: &[Vec<u8>], other: &[
             3 => drop(input.splice(range, words[random.below(words.len())].iter().copied())),
             4 => {
                 let word = words[random.below(words.len())].iter().copied();
-                input.splice(range.start..range.start, word);
+                drop(input.splice(range.start..range.start, word));
             }
             5 => {
                 let from = random.range(other.len());
