@@ -163,10 +163,10 @@ pub async fn row_invariance(calls: &mut impl ModelCalls, rules: Option<DraftRule
     let token = |position: u32| (position.wrapping_mul(7919) + 13) % vocab.max(1);
     let ids: Vec<u32> = (0..prefix + 6).map(token).collect();
     let (head, tail) = ids.split_at(prefix as usize);
-    run_plan(calls, &causal_call(CallKind::Prefill, 0, head)).await?;
     if geometry.context < prefix + 6 {
         return Err(Error::InvalidOption(format!("a context of {} is too short for the self-test", geometry.context)));
     }
+    run_plan(calls, &causal_call(CallKind::Prefill, 0, head)).await?;
     let mut alone = Vec::new();
     for (position, id) in (prefix..).zip(tail) {
         alone.extend(run_plan(calls, &causal_call(CallKind::Decode, position, std::slice::from_ref(id))).await?);

@@ -66,8 +66,11 @@ impl FolderSource {
     /// [`Error::Fetch`] if that is no folder.
     pub fn new(root: impl Into<std::path::PathBuf>) -> Result<Self> {
         let root = root.into();
+        if root.is_file() {
+            return Err(Error::Fetch(format!("{}: a file; expected the folder that it is in", root.display())));
+        }
         if !root.is_dir() {
-            return Err(Error::Fetch(format!("{}: no such folder; expected a checkpoint with config.json", root.display())));
+            return Err(Error::Fetch(format!("{}: no such folder", root.display())));
         }
         Ok(Self { root, open: std::collections::HashMap::new() })
     }
