@@ -8,6 +8,7 @@
 //! | gpu, cpu | f32 K/V | 1e-4 | sums of f32 in another order |
 //! | cpu | f32 K/V, quantised weights | 5e-4 | inputs of products are 16-bit integers, a scale per weight group |
 //! | gpu, cpu | f16 K/V | 3e-3 | keys and values have 11 bits |
+//! | cpu | rows with the adapter, quantised weights | 4e-2 | the adapter, here as strong as the weights, is turned into 8-bit groups; such rows never become text unverified |
 
 mod checkpoints;
 
@@ -23,6 +24,7 @@ const EXACT: f32 = 1e-6;
 const SINGLE: f32 = 1e-4;
 const INTEGER_INPUTS: f32 = 5e-4;
 const HALF_CACHE: f32 = 3e-3;
+const SMALL_ADAPTER: f32 = 4e-2;
 
 fn is_f32(checkpoint: &str) -> bool {
     !matches!(checkpoint, "tiny-llama-q4" | "tiny-llama-q8-bf16")
@@ -88,6 +90,17 @@ fn far_rows(prompt: &[u32], far: &[u32], block: Vec<Row>, by: u32) -> Vec<Row> {
     clean.chain(block.into_iter().map(|row| Row { position: row.position + by, ..row })).collect()
 }
 
+/// How many values at a tensor's start are of rows without the adapter.
+fn values_without_adapter(golden: &Golden, tensor: &str) -> usize {
+    let rows = match tensor {
+        "packed.logits" | "anchored.logits" => ids(&golden.json["draft"]).len() + 1,
+        "far.logits" => ids(&golden.json["prompt"]).len(),
+        "draft.w3.logits" | "draft.w7.logits" => 0,
+        _ => return usize::MAX,
+    };
+    rows * golden.tensor("causal.logits").shape[1]
+}
+
 /// The range that errors in a tensor are measured in.
 fn range(golden: &Golden, name: &str) -> f32 {
     if name.ends_with("logits") {
@@ -108,34 +121,45 @@ fn compare(checkpoint: &str, (name, backend): (&str, Backend), precision: Precis
     assert!(outputs.keys().map(String::as_str).eq(names), "{checkpoint}: {:?}", outputs.keys());
     let mut worst = 0f32;
     let mut line = format!("{checkpoint:20} {name:10} {precision:?}: bound {bound:.0e},");
+    let small_adapter = backend == Backend::Cpu && !is_f32(checkpoint) && model.draft_rules().unwrap().adapter;
+    let draft_bound = if small_adapter { SMALL_ADAPTER } else { bound };
     for (tensor, got) in &outputs {
         let (truth, range) = (&golden.tensor(tensor).values, range(&golden, tensor));
-        let error = distance(got, truth, range);
-        line += &format!(" {tensor} {error:.1e}");
-        assert!(error < bound, "{line}: over the bound");
-        // Controls: a value off by twice the bound is noticed, and so are a missing and an undefined one.
-        let mut off = truth.clone();
-        let middle = off.len() / 2;
-        off[middle] += 2.0 * bound * range;
-        assert!(distance(got, &off, range) > bound);
-        off[middle] = f32::NAN;
-        assert!(distance(got, &off, range) > bound);
-        assert!(distance(&got[1..], truth, range) > bound);
-        if tensor.ends_with("logits") {
-            worst = worst.max(error);
+        // Rows with the adapter come last.
+        let (without, with) = got.split_at(values_without_adapter(&golden, tensor).min(got.len()));
+        for (is_draft, (got, bound)) in [(false, (without, bound)), (true, (with, draft_bound))] {
+            if got.is_empty() {
+                continue;
+            }
+            let truth = &truth[if is_draft { without.len() } else { 0 }..][..got.len()];
+            let error = distance(got, truth, range);
+            line += &format!(" {tensor} {error:.1e}");
+            assert!(error < bound, "{line}: over the bound {bound:.0e}");
+            // Controls: a value off by twice the bound is noticed, and so are a missing and an undefined one.
+            let mut off = truth.to_vec();
+            let middle = off.len() / 2;
+            off[middle] += 2.0 * bound * range;
+            assert!(distance(got, &off, range) > bound);
+            off[middle] = f32::NAN;
+            assert!(distance(got, &off, range) > bound);
+            assert!(distance(&got[1..], truth, range) > bound);
+            if tensor.ends_with("logits") && !(small_adapter && is_draft) {
+                worst = worst.max(error);
+            }
         }
+        assert_eq!(got.len(), truth.len());
     }
     println!("{line}");
     // Controls: an adapter that is off, and a draft block of another width, are told apart.
     let range = golden.logit_range();
     let with = &outputs["draft.w7.logits"];
     if outputs.contains_key("draft_without_adapter.w7.logits") {
-        assert!(distance(with, &golden.tensor("draft_without_adapter.w7.logits").values, range) > bound);
+        assert!(distance(with, &golden.tensor("draft_without_adapter.w7.logits").values, range) > draft_bound);
     }
     let w3 = &golden.tensor("draft.w3.logits").values;
     let alike = distance(&with[..w3.len()], w3, range);
     // Masks that do not see each other do not notice how many they are.
-    assert_eq!(alike > bound, model.draft_rules().unwrap().bidirectional, "{checkpoint}: {alike}");
+    assert_eq!(alike > draft_bound, model.draft_rules().unwrap().bidirectional, "{checkpoint}: {alike}");
     if let Some(mask) = golden.mask_token() {
         let row = golden.tensor("causal.logits").shape[1];
         assert!(

@@ -34,15 +34,45 @@ impl Lines {
         }
     }
 
-    fn set(&mut self, line: usize, lane: usize, value: f32) {
+    /// Stores values, each at the line and lane that `at` gives for its index.
+    fn set(&mut self, values: &[f32], at: impl Fn(usize) -> (usize, usize)) {
         match self {
             Self::F16(lines) => {
-                // Kept finite: what is larger than f16 can hold is stored as its largest number.
-                lines[line].0[lane] = f16::from_f32(value.clamp(-65504.0, 65504.0)).to_bits();
+                for (from, first) in values.chunks(LANES).zip((0..).step_by(LANES)) {
+                    // A whole line at once, which the compiler can do in vectors.
+                    let mut block = [0.0; LANES];
+                    block[..from.len()].copy_from_slice(from);
+                    let mut bits = [0; LANES];
+                    for (to, v) in bits.iter_mut().zip(block) {
+                        *to = half_bits(v);
+                    }
+                    for (i, bits) in bits.into_iter().take(from.len()).enumerate() {
+                        let (line, lane) = at(first + i);
+                        lines[line].0[lane] = bits;
+                    }
+                }
             }
-            Self::F32(lines) => lines[line].0[lane] = value,
+            Self::F32(lines) => {
+                for (i, &v) in values.iter().enumerate() {
+                    let (line, lane) = at(i);
+                    lines[line].0[lane] = v;
+                }
+            }
         }
     }
+}
+
+/// The bits of the nearest f16, ties to even. What is larger than f16 can hold becomes its largest number; NaN stays NaN.
+#[inline(always)]
+fn half_bits(v: f32) -> u16 {
+    let (sign, magnitude) = ((v.to_bits() >> 16) & 0x8000, v.to_bits() & 0x7FFF_FFFF);
+    let kept = magnitude.min(65504f32.to_bits());
+    // Exponent from bias 127 to 15, and just under half of the last place that stays, or half where that is odd.
+    let normal = kept.wrapping_add(0xC800_0FFF + ((kept >> 13) & 1)) >> 13;
+    // Below 2^-14 the places end at 2^-24, as those of an f32 at a half do.
+    let small = (f32::from_bits(kept) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
+    let bits = if kept < 0x3880_0000 { small } else { normal };
+    (sign | if magnitude > 0x7F80_0000 { 0x7E00 } else { bits }) as u16
 }
 
 /// Keys and values of one layer.
@@ -103,13 +133,9 @@ impl LayerCache {
         let (slot, dim, columns) = (self.place(slot), self.heads.dim, self.heads.dim.div_ceil(LANES));
         for (h, (key, value)) in key.chunks_exact(dim).zip(value.chunks_exact(dim)).enumerate() {
             let block = (h * self.blocks + slot / LANES) * dim;
-            for (d, &k) in key.iter().enumerate() {
-                self.keys.set(block + d, slot % LANES, k);
-            }
-            for (d, &v) in value.iter().enumerate() {
-                let line = (h * columns + d / LANES) * self.blocks * LANES + slot;
-                self.values.set(line, d % LANES, v);
-            }
+            self.keys.set(key, |d| (block + d, slot % LANES));
+            let column = |d: usize| (h * columns + d / LANES) * self.blocks * LANES + slot;
+            self.values.set(value, |d| (column(d), d % LANES));
         }
     }
 }
@@ -170,7 +196,9 @@ fn attend_row<S: Simd>(s: S, cache: &LayerCache, row: &CallRow, window: Option<u
         }
         let largest = best.into_iter().fold(f32::NEG_INFINITY, f32::max);
         for line in scores.iter_mut() {
-            line.0 = line.0.map(|v| exp(v - largest));
+            for v in &mut line.0 {
+                *v = exp(*v - largest);
+            }
         }
     }
     let columns = dim.div_ceil(LANES);
@@ -337,6 +365,28 @@ mod tests {
         let mut out = vec![0.0; group];
         attend(Level::best(), &cache, &shorter, window, 0, &q[..group], &mut out);
         assert!(out.iter().zip(&want).any(|(a, b)| (f64::from(*a) - b).abs() > 1e-4));
+    }
+
+    #[test]
+    fn halves_are_rounded_as_they_should_be() {
+        let check = |v: f32| {
+            let want = f16::from_f32(v.clamp(-65504.0, 65504.0));
+            let got = f16::from_bits(half_bits(v));
+            assert!(got.to_bits() == want.to_bits() || (got.is_nan() && v.is_nan()), "{v}: {got}, not {want}");
+        };
+        for bits in 0..=u16::MAX {
+            let v = f16::from_bits(bits).to_f32();
+            // The number itself, halfway to the next, and a little to both sides of that.
+            let next = f16::from_bits(bits.wrapping_add(1)).to_f32();
+            let middle = (v + next) / 2.0;
+            for v in [v, middle, f32::from_bits(middle.to_bits() + 1), f32::from_bits(middle.to_bits().wrapping_sub(1))] {
+                check(v);
+            }
+        }
+        for v in [1e9, -1e9, f32::INFINITY, f32::NAN, 65519.0, 65521.0, 1e-30, f32::MIN_POSITIVE] {
+            check(v);
+        }
+        assert_ne!(half_bits(1.0), half_bits(1.001), "control");
     }
 
     #[test]

@@ -161,32 +161,45 @@ simd_fn! {
     pub(super) fn argmax(y: Column<'_>, n: usize, banned: Option<u32>) -> Choice = argmax_row
 }
 
+/// How far below the largest logit a line is left out of the softmax: e^-32 = 1.3e-14 each.
+const FAR: f32 = 32.0;
+
 #[inline(always)]
 fn argmax_row<S: Simd>(_: S, y: Column<'_>, n: usize, banned: Option<u32>) -> Choice {
     let banned = banned.map_or(usize::MAX, |id| id as usize);
     // Lanes behind the end and the banned id, seldom met: -infinity.
+    let special = |i: usize| (i + 1) * LANES > n || banned / LANES == i;
     let cut = |i: usize, y: &[f32; LANES]| -> [f32; LANES] {
         let mut y = *y;
-        if (i + 1) * LANES > n || banned / LANES == i {
-            for (lane, v) in y.iter_mut().enumerate() {
-                if i * LANES + lane >= n || i * LANES + lane == banned {
-                    *v = f32::NEG_INFINITY;
-                }
+        for (lane, v) in y.iter_mut().enumerate() {
+            if i * LANES + lane >= n || i * LANES + lane == banned {
+                *v = f32::NEG_INFINITY;
             }
         }
         y
     };
     let mut best = [f32::NEG_INFINITY; LANES];
+    let keep = |best: &mut [f32; LANES], y: &[f32; LANES]| {
+        for (best, v) in best.iter_mut().zip(y) {
+            *best = if v > best { *v } else { *best };
+        }
+    };
     for (i, y) in y.lines().enumerate() {
-        for (best, v) in best.iter_mut().zip(cut(i, y)) {
-            *best = if v > *best { v } else { *best };
+        if special(i) {
+            keep(&mut best, &cut(i, y));
+        } else {
+            keep(&mut best, y);
         }
     }
     let largest = best.into_iter().fold(f32::NEG_INFINITY, f32::max);
     let mut token = None;
     let mut sums = [0.0; LANES];
     for (i, y) in y.lines().enumerate() {
-        let y = cut(i, y);
+        // Most lines lie so far below that a million of them would not be seen in the sum. (One with a NaN does not.)
+        if y.iter().fold(true, |far, &v| far & (v < largest - FAR)) {
+            continue;
+        }
+        let y = if special(i) { cut(i, y) } else { *y };
         for (sum, v) in sums.iter_mut().zip(y) {
             *sum += exp(v - largest);
         }

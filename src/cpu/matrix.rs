@@ -137,6 +137,45 @@ impl Matrix {
         Ok(())
     }
 
+    /// The same matrix of floats in 8-bit groups of 32 inputs. No weight moves by more than half a step of its group, which is a
+    /// 255th of the group's range or a hundredth more than that.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], [`Error::BadWeights`] for values too far apart for f32.
+    pub fn quantised(&self) -> Result<Self> {
+        const GROUP: usize = 32;
+        let mut to = Self::zeros(Format::Affine { bits: 8, group: GROUP, scale: ScaleFormat::Bf16 }, self.n, self.k)?;
+        let (words, groups, lines) = (to.lines(), to.groups(), self.lines());
+        let value = |line: usize, lane: usize| match &self.values {
+            Values::F16(values) => f16::from_bits(values[line].0[lane]).to_f32(),
+            Values::F32(values) => values[line].0[lane],
+            Values::Affine { .. } => 0.0,
+        };
+        let Values::Affine { data, scales, .. } = &mut to.values else { return Ok(to) };
+        for tile in 0..self.tiles {
+            for (g, first) in (0..self.k).step_by(GROUP).enumerate() {
+                let inputs = first..self.k.min(first + GROUP);
+                for lane in 0..LANES {
+                    let values = inputs.clone().map(|i| value(tile * lines + i, lane));
+                    let (least, most) = values.clone().fold((f32::INFINITY, f32::NEG_INFINITY), |(a, b), v| (a.min(v), b.max(v)));
+                    // Both rounded outwards, so that the grid reaches both ends.
+                    let bias = f32::from_bits(bf16_up(-least) << 16);
+                    let scale = f32::from_bits(bf16_up((most + bias) / 255.0) << 16);
+                    if !(bias.is_finite() && scale.is_finite()) {
+                        return Err(not_finite());
+                    }
+                    let inverse = if scale > 0.0 { 1.0 / scale } else { 0.0 };
+                    for (i, v) in inputs.clone().zip(values) {
+                        let q = ((v + bias) * inverse).round().clamp(0.0, 255.0) as u32;
+                        data[tile * words + i / 4].0[lane] |= q << (8 * (i % 4));
+                    }
+                    scales[tile * groups + g].0[lane] = (scale.to_bits() >> 16) | (-bias).to_bits() & 0xFFFF_0000;
+                }
+            }
+        }
+        Ok(to)
+    }
+
     /// Writes output row `row` (an embedding), which is in range, to `out [k]`.
     pub fn row(&self, row: usize, out: &mut [f32]) {
         let (tile, lane) = (row / LANES, row % LANES);
@@ -178,6 +217,13 @@ impl Matrix {
 /// 32-bit words per output row: whole groups.
 fn words(bits: u32, group: usize, k: usize) -> usize {
     k.next_multiple_of(group) * bits as usize / 32
+}
+
+/// The bits of the smallest bf16 that is not below `v`.
+fn bf16_up(v: f32) -> u32 {
+    let bits = v.to_bits();
+    let cut = bits & 0xFFFF != 0;
+    (bits >> 16) + u32::from(cut && v > 0.0)
 }
 
 /// `len` zero values.
@@ -223,6 +269,38 @@ mod tests {
             matrix.row(3, &mut out);
             assert!((0..k).any(|i| (f64::from(out[i]) - packed.get(4, i)).abs() > 1e-3));
         }
+    }
+
+    #[test]
+    fn floats_become_groups_within_half_a_step() {
+        for format in [Format::F16, Format::F32] {
+            let (n, k) = (21, 75);
+            let mut matrix = Matrix::zeros(format, n, k).unwrap();
+            matrix.take(&random(format, n, k, 5)).unwrap();
+            if let Values::F32(lines) = &mut matrix.values {
+                lines[3].0[2] = 1e-30; // small and large beside each other
+                lines[40].0 = [0.0; LANES];
+            }
+            let groups = matrix.quantised().unwrap();
+            let (mut want, mut got) = (vec![0.0; k], vec![0.0; k]);
+            for row in 0..n {
+                matrix.row(row, &mut want);
+                groups.row(row, &mut got);
+                for (want, got) in want.chunks(32).zip(got.chunks(32)) {
+                    let range =
+                        want.iter().fold(f32::NEG_INFINITY, |m, v| m.max(*v)) - want.iter().fold(f32::INFINITY, |m, v| m.min(*v));
+                    let largest = want.iter().fold(0f32, |m, v| m.max(v.abs()));
+                    let bound = range / 510.0 * 1.02 + largest * 2e-5;
+                    assert!(want.iter().zip(got).all(|(a, b)| (a - b).abs() <= bound), "{format:?} row {row}");
+                    // Control: a step more is noticed.
+                    assert!(want.iter().zip(got).any(|(a, b)| (a - b - range / 255.0).abs() > bound));
+                }
+            }
+        }
+        let mut wild = Matrix::zeros(Format::F32, 1, 2).unwrap();
+        let Values::F32(lines) = &mut wild.values else { panic!("floats") };
+        (lines[0].0[0], lines[1].0[0]) = (f32::MAX, f32::MIN);
+        assert!(matches!(wild.quantised(), Err(Error::BadWeights(_))));
     }
 
     #[test]

@@ -6,8 +6,8 @@ use std::ops::Range;
 use super::activations::{Panel, Quantised};
 use super::cache::{LayerCache, attend};
 use super::elementwise::{Column, argmax, inverse_rms, residual, rotate, store, swiglu};
-use super::matrix::Matrix;
-use super::product::{Input, LoraPart, Product, product};
+use super::matrix::{Matrix, Values};
+use super::product::{Inner, Input, LoraPart, Product, product};
 use super::simd::{LANES, Level, Line};
 use super::threads::{pieces, share, threads};
 use crate::decode::plan::{CallPlan, Choice};
@@ -54,8 +54,9 @@ struct Activations {
     acts: BTreeMap<Act, Vec<f32>>,
     quantised: Quantised,
     panel: Panel,
-    /// The low-rank inner activations, by segment.
+    /// The low-rank inner activations, by segment, in the form B wants.
     inner: Vec<Panel>,
+    inner_quantised: Vec<Quantised>,
     norms: Vec<f32>,
     /// A product's output, `[tiles][rows][16]`.
     tiles: Vec<Line<f32>>,
@@ -143,17 +144,43 @@ impl CpuModel {
         Heads { query: arch.num_attention_heads, key_value: arch.num_key_value_heads, dim: arch.head_dim }
     }
 
-    /// Makes the cache and the rotary table, once.
+    /// Makes the cache and the rotary table, and sets the adapter up, once.
     fn prepare(&mut self) -> Result<()> {
         if !self.layers.is_empty() {
             return Ok(());
         }
+        self.quantise_adapter()?;
         let arch = &self.program.arch;
         let (context, scratch) = (self.geometry.context as usize, self.geometry.scratch as usize);
         let layers: Result<Vec<_>> =
             arch.layers.iter().map(|_| LayerCache::new(self.heads(), context, scratch, self.half_cache)).collect();
         self.rotary = Frequencies::new(&arch.rope, arch.head_dim).table(context + scratch);
         self.layers = layers?;
+        Ok(())
+    }
+
+    /// Turns the low-rank matrices of quantised ones into 8-bit groups: half the bytes, and integer products. They act on
+    /// draft rows only, which are verified before they become text.
+    fn quantise_adapter(&mut self) -> Result<()> {
+        let mut a = None;
+        for op in &self.program.ops {
+            let Op::Matmul(op) = op else { continue };
+            if op.rows == RowSet::Adapter {
+                a = Some(op.weight);
+            }
+            let Some(lora) = &op.lora else { continue };
+            if self.weight(op.weight)?.group().is_none() {
+                continue;
+            }
+            for id in a.into_iter().chain([lora.b]) {
+                if let Some(slot) = self.matrices.get_mut(id.0)
+                    && let Some(matrix) = slot
+                    && !matches!(matrix.values, Values::Affine { .. })
+                {
+                    *matrix = matrix.quantised()?;
+                }
+            }
+        }
         Ok(())
     }
 
@@ -231,7 +258,7 @@ impl CpuModel {
         let (level, count) = (self.level, rows.len());
         let lora = op.lora.filter(|_| !call.adapter().is_empty());
         if let Some(lora) = &lora {
-            acts.cut_low_rank(lora, self.program.lora_width, call.adapter());
+            acts.cut_low_rank(level, self.weight(lora.b)?.group(), lora, self.program.lora_width, call.adapter());
         }
         let matrix = self.weight(op.weight)?;
         let width = self.program.width(op.input);
@@ -253,13 +280,16 @@ impl CpuModel {
             acts.norms.extend(rows.clone().map(|r| inverse_rms(level, &h[r * d..][..d], eps)));
         }
         let lora = match lora {
-            Some(lora) => Some(LoraPart {
-                b: self.weight(lora.b)?,
-                inner: &acts.inner,
-                rows: call.adapter(),
-                scale: lora.scale,
-                segments: self.segments.get(&lora.b).map_or(&[][..], Vec::as_slice),
-            }),
+            Some(lora) => {
+                let b = self.weight(lora.b)?;
+                Some(LoraPart {
+                    b,
+                    inner: if b.group().is_some() { Inner::Integers(&acts.inner_quantised) } else { Inner::Floats(&acts.inner) },
+                    rows: call.adapter(),
+                    scale: lora.scale,
+                    segments: self.segments.get(&lora.b).map_or(&[][..], Vec::as_slice),
+                })
+            }
             None => None,
         };
         let bias = op.bias.map(|id| self.values(id)).transpose()?.unwrap_or_default();
@@ -367,12 +397,24 @@ impl CpuModel {
 }
 
 impl Activations {
-    /// Cuts the low-rank inner activations of the adapter rows into a panel per segment.
-    fn cut_low_rank(&mut self, lora: &LoraB, stride: usize, rows: Range<usize>) {
+    /// Cuts the low-rank inner activations of the adapter rows by segment; `group` is B's, where it has groups.
+    fn cut_low_rank(&mut self, level: Level, group: Option<usize>, lora: &LoraB, stride: usize, rows: Range<usize>) {
         let inner = self.acts.get(&Act::Lora).map_or(&[][..], Vec::as_slice);
-        self.inner.resize(stride / lora.rank, Panel::default());
-        for (segment, panel) in self.inner.iter_mut().enumerate() {
-            panel.fill(&inner[rows.start * stride + segment * lora.rank..], stride, rows.len(), lora.rank);
+        let segments = stride / lora.rank;
+        let from = |segment: usize| &inner[rows.start * stride + segment * lora.rank..];
+        match group {
+            Some(group) => {
+                self.inner_quantised.resize(segments, Quantised::default());
+                for (segment, to) in self.inner_quantised.iter_mut().enumerate() {
+                    to.fill(level, from(segment), stride, rows.len(), lora.rank, group);
+                }
+            }
+            None => {
+                self.inner.resize(segments, Panel::default());
+                for (segment, to) in self.inner.iter_mut().enumerate() {
+                    to.fill(from(segment), stride, rows.len(), lora.rank);
+                }
+            }
         }
     }
 
@@ -512,23 +554,30 @@ mod tests {
                 rows.extend(block(1, 5, 3, 0));
             }
             for rows in [prompt(), rows] {
+                // Draft rows come first.
+                let drafts = rows.iter().filter(|row| row.adapter && row.choose).count();
                 let (want_choices, want) = call(&mut judge, rows.clone());
                 let (choices, got) = call(&mut model, rows);
                 let largest = want.iter().flatten().fold(0f32, |m, v| m.max(v.abs()));
-                // f16 K/V rounds at 2^-11; f32 checkpoints keep f32.
+                // f16 K/V rounds at 2^-11; f32 checkpoints keep f32. The adapter of quantised weights has 8 bits, and in this
+                // random model it is as strong as the weights themselves.
                 let bound = largest * if tiny.format == Format::F32 { 1e-5 } else { 3e-3 };
+                let draft_bound = if matches!(tiny.format, Format::Affine { .. }) { largest * 3e-2 } else { bound };
                 let distance = |a: &[Vec<f32>], b: &[Vec<f32>]| {
                     a.iter().flatten().zip(b.iter().flatten()).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max)
                 };
                 assert_eq!(got.len(), want.len());
-                assert!(distance(&got, &want) <= bound, "{:?}: {} > {bound}", tiny.format, distance(&got, &want));
+                for (part, bound) in [(0..drafts, draft_bound), (drafts..got.len(), bound)] {
+                    let far = distance(&got[part.clone()], &want[part]);
+                    assert!(far <= bound, "{:?}: {far} > {bound}", tiny.format);
+                }
                 for (a, b) in choices.iter().zip(&want_choices) {
-                    assert!((a.probability - b.probability).abs() < 0.01);
+                    assert!((a.probability - b.probability).abs() < 0.02);
                 }
                 // Control: rows in another order are told apart.
                 let mut turned = got.clone();
                 turned.rotate_left(1);
-                assert!(distance(&turned, &want) > bound);
+                assert!(distance(&turned, &want) > draft_bound);
             }
         }
     }

@@ -28,16 +28,25 @@ pub(super) enum Input<'a> {
 /// The low-rank part, added to some of the rows.
 #[derive(Debug, Clone)]
 pub(super) struct LoraPart<'a> {
-    /// B `[n, rank]`, f16 or f32.
+    /// B `[n, rank]`.
     pub b: &'a Matrix,
-    /// Inner activations of the adapter rows, a panel per segment.
-    pub inner: &'a [Panel],
+    /// Inner activations of the adapter rows, by segment.
+    pub inner: Inner<'a>,
     /// Rows it is added to.
     pub rows: Range<usize>,
     /// Its factor.
     pub scale: f32,
     /// Segment that every output reads, by lane `[tiles * 16]`.
     pub segments: &'a [u8],
+}
+
+/// Inner activations in the form B wants.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Inner<'a> {
+    /// For affine weights.
+    Integers(&'a [Quantised]),
+    /// For f16 and f32 weights.
+    Floats(&'a [Panel]),
 }
 
 /// A product to compute.
@@ -120,11 +129,17 @@ fn add_lora<S: Simd>(s: S, lora: &LoraPart<'_>, tile: usize, low_rank: &mut [Lin
     let segments = &lora.segments[tile * LANES..][..LANES];
     let (least, most) = segments.iter().fold((u8::MAX, 0), |(least, most), &g| (least.min(g), most.max(g)));
     for segment in least..=most {
-        let inner = &lora.inner[usize::from(segment)];
-        match &lora.b.values {
-            Values::F16(b) => halves(s, &b[tile * lines..][..lines], inner, low_rank),
-            Values::F32(b) => singles(s, &b[tile * lines..][..lines], inner, low_rank),
-            Values::Affine { .. } => unreachable!("low-rank matrices are never quantised"),
+        let segment_of = usize::from(segment);
+        match (&lora.b.values, lora.inner) {
+            (Values::F16(b), Inner::Floats(x)) => halves(s, &b[tile * lines..][..lines], &x[segment_of], low_rank),
+            (Values::F32(b), Inner::Floats(x)) => singles(s, &b[tile * lines..][..lines], &x[segment_of], low_rank),
+            (Values::Affine { bits: 8, group: 32, scale, data, scales }, Inner::Integers(x)) => {
+                let groups = lora.b.groups();
+                let (data, scales) = (&data[tile * lines..][..lines], &scales[tile * groups..][..groups]);
+                let tiles = Tiles { data, scales, lines, groups, format: *scale };
+                affine::<S, 8, 8, 16>(s, tiles, &x[segment_of], low_rank);
+            }
+            _ => unreachable!("the inner activations are made for the matrix"),
         }
         for (y, low_rank) in y.iter_mut().zip(low_rank.iter()) {
             for ((y, v), &of) in y.0.iter_mut().zip(low_rank.0).zip(segments) {
@@ -172,10 +187,14 @@ fn affine<S: Simd, const BITS: usize, const WORDS: usize, const PAIRS: usize>(
         }
         let mut row = 0;
         while row < x.rows {
-            row += match (x.rows - row).min(S::ROWS) {
-                8.. => direct::<S, BITS, WORDS, PAIRS, 8>(s, weights, pairs, &x.scales, row, y),
-                4.. => direct::<S, BITS, WORDS, PAIRS, 4>(s, weights, pairs, &x.scales, row, y),
-                2.. => direct::<S, BITS, WORDS, PAIRS, 2>(s, weights, pairs, &x.scales, row, y),
+            // Passes as even as they can be.
+            let left = x.rows - row;
+            row += match left.div_ceil(left.div_ceil(S::ROWS)).min(S::DIRECT) {
+                6.. => direct::<S, BITS, WORDS, PAIRS, 6>(s, weights, pairs, &x.scales, row, y),
+                5 => direct::<S, BITS, WORDS, PAIRS, 5>(s, weights, pairs, &x.scales, row, y),
+                4 => direct::<S, BITS, WORDS, PAIRS, 4>(s, weights, pairs, &x.scales, row, y),
+                3 => direct::<S, BITS, WORDS, PAIRS, 3>(s, weights, pairs, &x.scales, row, y),
+                2 => direct::<S, BITS, WORDS, PAIRS, 2>(s, weights, pairs, &x.scales, row, y),
                 _ => direct::<S, BITS, WORDS, PAIRS, 1>(s, weights, pairs, &x.scales, row, y),
             };
         }
@@ -228,7 +247,8 @@ fn direct<S: Simd, const BITS: usize, const WORDS: usize, const PAIRS: usize, co
     R
 }
 
-/// Dot products of a group of 4-bit weights for so many rows that their sums fill the registers.
+/// Dot products of a group of 4-bit weights for several rows: two sums a row, so that a chain of products does not wait for
+/// itself.
 #[inline(always)]
 fn direct4_wide<S: Simd, const WORDS: usize, const PAIRS: usize, const R: usize>(
     s: S,
@@ -237,19 +257,22 @@ fn direct4_wide<S: Simd, const WORDS: usize, const PAIRS: usize, const R: usize>
     part: usize,
 ) -> [S::I; R] {
     let mask = s.splat(0x000F_000F);
-    let mut sum = [s.splat(0); R];
+    let (mut even, mut odd) = ([s.splat(0); R], [s.splat(0); R]);
     for i in 0..WORDS {
         let word = s.load(&data[i].0, part);
         let (a, b) = (s.and(word, mask), s.and(s.shr::<8>(word), mask));
         let (c, d) = (s.and(s.shr::<4>(word), mask), s.and(s.shr::<12>(word), mask));
         for r in 0..R {
-            sum[r] = s.dot(sum[r], a, s.splat(x[r][4 * i]));
-            sum[r] = s.dot(sum[r], b, s.splat(x[r][4 * i + 1]));
-            sum[r] = s.dot(sum[r], c, s.splat(x[r][4 * i + 2]));
-            sum[r] = s.dot(sum[r], d, s.splat(x[r][4 * i + 3]));
+            even[r] = s.dot_splat(even[r], a, &x[r][4 * i]);
+            odd[r] = s.dot_splat(odd[r], b, &x[r][4 * i + 1]);
+            even[r] = s.dot_splat(even[r], c, &x[r][4 * i + 2]);
+            odd[r] = s.dot_splat(odd[r], d, &x[r][4 * i + 3]);
         }
     }
-    sum
+    for r in 0..R {
+        even[r] = s.add(even[r], odd[r]);
+    }
+    even
 }
 
 /// Dot products of a group of 4-bit weights, nibbles in place: those in the upper half of a byte count sixteenfold
@@ -269,10 +292,10 @@ fn direct4<S: Simd, const WORDS: usize, const PAIRS: usize, const R: usize>(
         let word = s.load(&data[i].0, part);
         let shifted = s.shr::<8>(word);
         for r in 0..R {
-            low[r] = s.dot(low[r], s.and(word, low_mask), s.splat(x[r][4 * i]));
-            low[r] = s.dot(low[r], s.and(shifted, low_mask), s.splat(x[r][4 * i + 1]));
-            high[r] = s.dot(high[r], s.and(word, high_mask), s.splat(x[r][4 * i + 2]));
-            high[r] = s.dot(high[r], s.and(shifted, high_mask), s.splat(x[r][4 * i + 3]));
+            low[r] = s.dot_splat(low[r], s.and(word, low_mask), &x[r][4 * i]);
+            low[r] = s.dot_splat(low[r], s.and(shifted, low_mask), &x[r][4 * i + 1]);
+            high[r] = s.dot_splat(high[r], s.and(word, high_mask), &x[r][4 * i + 2]);
+            high[r] = s.dot_splat(high[r], s.and(shifted, high_mask), &x[r][4 * i + 3]);
         }
     }
     for r in 0..R {
@@ -290,14 +313,17 @@ fn direct8<S: Simd, const WORDS: usize, const PAIRS: usize, const R: usize>(
     words: usize,
 ) -> [S::I; R] {
     let mask = s.splat(0x00FF_00FF);
-    let mut sum = [s.splat(0); R];
+    let (mut sum, mut odd) = ([s.splat(0); R], [s.splat(0); R]);
     for i in 0..turns::<S>(WORDS, words) {
         let word = s.load(&data[i].0, part);
         let (a, b) = (s.and(word, mask), s.and(s.shr::<8>(word), mask));
         for r in 0..R {
-            sum[r] = s.dot(sum[r], a, s.splat(x[r][2 * i]));
-            sum[r] = s.dot(sum[r], b, s.splat(x[r][2 * i + 1]));
+            sum[r] = s.dot_splat(sum[r], a, &x[r][2 * i]);
+            odd[r] = s.dot_splat(odd[r], b, &x[r][2 * i + 1]);
         }
+    }
+    for r in 0..R {
+        sum[r] = s.add(sum[r], odd[r]);
     }
     sum
 }
@@ -387,7 +413,7 @@ fn pass<S: Simd, const PAIRS: usize, const R: usize>(
             for i in 0..UNROLL {
                 let w = s.load(&w[i].0, part);
                 for r in 0..R {
-                    dots[r] = s.dot(dots[r], w, s.splat(x[r][UNROLL * p + i]));
+                    dots[r] = s.dot_splat(dots[r], w, &x[r][UNROLL * p + i]);
                 }
             }
         }

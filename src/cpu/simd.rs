@@ -43,6 +43,11 @@ pub trait Simd: Copy {
     fn shl<const N: i32>(self, a: Self::I) -> Self::I;
     /// `acc + a.low * b.low + a.high * b.high` on the i16 halves of every lane.
     fn dot(self, acc: Self::I, a: Self::I, b: Self::I) -> Self::I;
+    /// [`Simd::dot`] with `b` in every lane.
+    #[inline(always)]
+    fn dot_splat(self, acc: Self::I, a: Self::I, b: &i32) -> Self::I {
+        self.dot(acc, a, self.splat(*b))
+    }
     fn to_f(self, a: Self::I) -> Self::F;
     fn bits_to_f(self, a: Self::I) -> Self::F;
 
@@ -426,11 +431,29 @@ pub(super) mod x86 {
         }
     }
 
+    /// `vpdpwssd` with its input broadcast from memory. The compiler takes the intrinsic apart into a broadcast, a
+    /// multiplication and an addition, to shorten a chain of sums that is not what the kernel waits for.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512vnni")]
+    fn dot_splat(mut acc: __m512i, a: __m512i, b: &i32) -> __m512i {
+        unsafe {
+            std::arch::asm!(
+                "vpdpwssd {acc}, {a}, dword ptr [{b}]{{1to16}}",
+                acc = inout(zmm_reg) acc,
+                a = in(zmm_reg) a,
+                b = in(reg) b,
+                options(pure, readonly, nostack, preserves_flags),
+            );
+        }
+        acc
+    }
+
     impl Simd for Avx512 {
         type I = __m512i;
         type F = __m512;
         const PARTS: usize = 1;
-        const ROWS: usize = 8;
+        // Two sums a row, so that a chain of products does not wait for itself, and the row's output.
+        const ROWS: usize = 6;
         const DIRECT: usize = usize::MAX;
 
         #[inline(always)]
@@ -468,6 +491,10 @@ pub(super) mod x86 {
         #[inline(always)]
         fn dot(self, acc: __m512i, a: __m512i, b: __m512i) -> __m512i {
             unsafe { _mm512_dpwssd_epi32(acc, a, b) }
+        }
+        #[inline(always)]
+        fn dot_splat(self, acc: __m512i, a: __m512i, b: &i32) -> __m512i {
+            unsafe { dot_splat(acc, a, b) }
         }
         #[inline(always)]
         fn to_f(self, a: __m512i) -> __m512 {
