@@ -106,6 +106,36 @@ test('demo model: a browser without a GPU takes the CPU, says so, and can be sto
   record('cpu-in-browser.json', Object.fromEntries(SCHEDULES.map((name, i) => [name, { calls: outcome.results[i].calls, prefillMs: outcome.results[i].timings.prefill, decodeMs: outcome.results[i].timings.decode }])));
 }, { seconds: 600 });
 
+test('demo model: on the CPU, with a context of 2048, less than 300 MB of WebAssembly memory', async () => {
+  const ids = GREEDY.flatMap(({ prompt_ids: ids, greedy_ids: greedy }) => [...ids, ...greedy]);
+  const prompt = Array.from({ length: 1100 }, (_, i) => ids[i % ids.length]);
+  const page = await blankPage('flagless');
+  const outcome = await page.evaluate(
+    async ({ source, prompt, schedules }) => {
+      const { load } = await import('/pkg/dist/index.js');
+      const channel = new BroadcastChannel('wasm-memory');
+      const memory = () =>
+        new Promise((resolve) => {
+          channel.onmessage = ({ data }) => resolve(data.reduce((sum, bytes) => sum + bytes, 0));
+          channel.postMessage('ask');
+        });
+      const model = await load(source, { backend: 'cpu', contextLength: 2048, workerUrl: '/tests/browser/memory-worker.js' });
+      const bytes = { loaded: await memory() };
+      for (const schedule of schedules) await model.generate({ tokens: prompt }, { maxTokens: 8, schedule }).result;
+      bytes.generated = await memory();
+      await model.dispose();
+      return { bytes, info: model.info };
+    },
+    { source: DEMO, prompt, schedules: ['autoregressive', 'quadratic'] },
+  );
+  const { bytes, info } = outcome;
+  record('cpu-memory.json', { bytes, memory: info.memory });
+  assert.deepEqual([info.backend, info.precision, info.contextLength], ['cpu', 'f16', 2048]);
+  // Control: what is counted holds at least the weights and the cache.
+  assert.ok(bytes.loaded > info.memory.weights + info.memory.cache, JSON.stringify(bytes));
+  assert.ok(bytes.generated < 300e6, `${JSON.stringify(bytes)} bytes of WebAssembly memory`);
+}, { seconds: 600 });
+
 test('demo model: the page loads it, answers, compares', async () => {
   const page = await newPage('lavapipe', { viewport: { width: 1200, height: 900 } });
   await page.goto(`${await site()}?context=512&backend=webgpu`);
