@@ -38,6 +38,8 @@ fn model() -> forecall::Result<CpuModel> {
         eos_token_ids: vec![],
         bos_token_id: None,
         draft: None,
+        diffusion: None,
+        horizon: None,
     };
     let program = forward::build(arch, None);
     let mut model = CpuModel::new(program.clone(), CpuOptions { context: 2048, half_cache: true });

@@ -136,6 +136,9 @@ struct WebGenerate {
     verify_width: Option<usize>,
     draft_width: Option<usize>,
     anchors: Option<usize>,
+    block_length: Option<usize>,
+    threshold: Option<f32>,
+    steps: Option<usize>,
     ignore_eos: bool,
     stop: Vec<String>,
 }
@@ -161,6 +164,9 @@ impl From<WebGenerate> for Generate {
             verify_width: request.verify_width,
             draft_width: request.draft_width,
             anchors: request.anchors,
+            block_length: request.block_length,
+            threshold: request.threshold,
+            steps: request.steps,
             ignore_eos: request.ignore_eos,
             stop: request.stop,
         }

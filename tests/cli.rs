@@ -332,6 +332,8 @@ fn requests_that_do_not_fit() {
     refused("--schedule fast", &["\"fast\"", "packed", "autoregressive"]);
     refused("--schedule packed --anchors 2", &["anchors", "anchored"]);
     refused("--schedule anchored --anchors 0", &["anchor"]);
+    refused("--schedule block-diffusion", &["made for it"]);
+    refused("--schedule packed --threshold 0.5", &["threshold", "block-diffusion"]);
     let tokens = |tokens: &str| format!("generate {} --tokens {tokens}", model(TIED));
     forecall(&tokens("1,257"), &[]).refused(&["257", "vocabulary"]);
     forecall(&tokens("4294967295"), &[]).refused(&["4294967295", "257"]);

@@ -70,7 +70,12 @@ fn run(
     injected: Option<(&[u32], Injection)>,
 ) -> Result<Run, String> {
     let geometry = calls.geometry();
-    let options = ScheduleOptions { kind: Some(kind), verify_width: Some(widths.0), draft_width: Some(widths.1) };
+    let options = ScheduleOptions {
+        kind: Some(kind),
+        verify_width: Some(widths.0),
+        draft_width: Some(widths.1),
+        ..ScheduleOptions::default()
+    };
     let stop = StopRules { max_tokens: Some(count), ignore_eos: true, ..StopRules::default() };
     let plain_two_call = kind == ScheduleKind::TwoCall { seed_row: false };
     let fail = |e: forecall::Error| e.to_string();
@@ -473,7 +478,12 @@ fn draft_rows_never_change_the_prompts_keys_and_values() {
             let mut model = load(&golden_folder(checkpoint), backend, Precision::Auto, Some(CONTEXT));
             let (all, prompt) = (all_slots(&mut model), prompt(37));
             let first = |model: &mut Model, kind: ScheduleKind, width: u32| {
-                let options = ScheduleOptions { kind: Some(kind), verify_width: Some(VERIFY), draft_width: Some(width) };
+                let options = ScheduleOptions {
+                    kind: Some(kind),
+                    verify_width: Some(VERIFY),
+                    draft_width: Some(width),
+                    ..ScheduleOptions::default()
+                };
                 let geometry = model.calls().geometry();
                 let (_, plan) =
                     Generation::start(&prompt, model.draft_rules(), &options, &geometry, StopRules::default()).unwrap();

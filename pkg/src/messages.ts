@@ -24,6 +24,9 @@ export interface GenerateRequest {
   verifyWidth: number | null;
   draftWidth: number | null;
   anchors: number | null;
+  blockLength: number | null;
+  threshold: number | null;
+  steps: number | null;
   ignoreEos: boolean;
   stop: string[];
 }

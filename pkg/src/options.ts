@@ -5,10 +5,10 @@ import type { GenerateRequest, LoadRequest } from './messages.js';
 import type { GenerateOptions, LoadOptions, Message, Prompt } from './types.js';
 
 const LOAD_OPTIONS: ReadonlySet<string> = new Set<keyof LoadOptions>(['adapter', 'onProgress', 'signal', 'precision', 'contextLength', 'backend', 'headers', 'workerUrl', 'wasmUrl']);
-const GENERATE_OPTIONS: ReadonlySet<string> = new Set<keyof GenerateOptions>(['maxTokens', 'schedule', 'verifyWidth', 'draftWidth', 'anchors', 'ignoreEos', 'stop', 'signal']);
+const GENERATE_OPTIONS: ReadonlySet<string> = new Set<keyof GenerateOptions>(['maxTokens', 'schedule', 'verifyWidth', 'draftWidth', 'anchors', 'blockLength', 'threshold', 'steps', 'ignoreEos', 'stop', 'signal']);
 const BACKENDS = ['auto', 'webgpu', 'cpu'] as const;
 const PRECISIONS = ['auto', 'f16', 'f32'] as const;
-const SCHEDULES = ['autoregressive', 'two-call', 'two-call-seed', 'packed', 'anchored', 'quadratic', 'quadratic-shared'] as const;
+const SCHEDULES = ['autoregressive', 'two-call', 'two-call-seed', 'packed', 'anchored', 'quadratic', 'quadratic-shared', 'block-diffusion'] as const;
 const DEFAULT_MAX_TOKENS = 256;
 
 function invalid(option: string, message: string): ForecallError {
@@ -114,7 +114,8 @@ function stopTexts(stop: GenerateOptions['stop']): string[] {
 /** Checks the arguments of `generate`. */
 export function generateRequest(prompt: Prompt, options: GenerateOptions): { request: GenerateRequest; signal: AbortSignal | undefined } {
   refuseUnknown(options, GENERATE_OPTIONS, 'generate');
-  const { maxTokens, schedule, verifyWidth, draftWidth, anchors, ignoreEos } = options;
+  const { maxTokens, schedule, verifyWidth, draftWidth, anchors, blockLength, threshold, steps, ignoreEos } = options;
+  if (threshold !== undefined && !(typeof threshold === 'number' && threshold >= 0 && Number.isFinite(threshold))) throw invalid('threshold', `\`threshold\` must be a probability from 0 on, got ${show(threshold)}.`);
   if (ignoreEos !== undefined && typeof ignoreEos !== 'boolean') throw invalid('ignoreEos', `\`ignoreEos\` must be true or false, got ${show(ignoreEos)}.`);
   return {
     request: {
@@ -124,6 +125,9 @@ export function generateRequest(prompt: Prompt, options: GenerateOptions): { req
       verifyWidth: verifyWidth === undefined ? null : count('verifyWidth', verifyWidth),
       draftWidth: draftWidth === undefined ? null : count('draftWidth', draftWidth),
       anchors: anchors === undefined ? null : count('anchors', anchors),
+      blockLength: blockLength === undefined ? null : count('blockLength', blockLength),
+      threshold: threshold ?? null,
+      steps: steps === undefined ? null : count('steps', steps),
       ignoreEos: ignoreEos ?? false,
       stop: stopTexts(options.stop),
     },

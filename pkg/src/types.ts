@@ -16,7 +16,7 @@ export type Precision = 'auto' | 'f16' | 'f32';
  * - `anchored`: the same with several drafts a call, for several outcomes of the verification
  * - `quadratic`, `quadratic-shared`: the same with a draft for every outcome
  */
-export type Schedule = 'autoregressive' | 'two-call' | 'two-call-seed' | 'packed' | 'anchored' | 'quadratic' | 'quadratic-shared';
+export type Schedule = 'autoregressive' | 'two-call' | 'two-call-seed' | 'packed' | 'anchored' | 'quadratic' | 'quadratic-shared' | 'block-diffusion';
 
 /** Where loading is. */
 export interface LoadProgress {
@@ -70,7 +70,7 @@ export type Prompt = string | readonly Message[] | { tokens: readonly number[] }
 export interface GenerateOptions {
   /** Most tokens to emit. Default 256. */
   maxTokens?: number | undefined;
-  /** Default: `packed` where the model has a drafter, else `autoregressive`. */
+  /** Default: `block-diffusion` for models trained for nothing else, `packed` where the model has a drafter, else `autoregressive`. */
   schedule?: Schedule | undefined;
   /** Most draft tokens verified in one call. */
   verifyWidth?: number | undefined;
@@ -78,6 +78,12 @@ export interface GenerateOptions {
   draftWidth?: number | undefined;
   /** Drafts per call of the `anchored` schedule. */
   anchors?: number | undefined;
+  /** Tokens of a block of the `block-diffusion` schedule (positions of the window, for SetDLM). Default: the checkpoint's own. */
+  blockLength?: number | undefined;
+  /** Probability from which guesses of `block-diffusion` are taken over together; above 1 none is. Default: the checkpoint's own. */
+  threshold?: number | undefined;
+  /** Steps that fill a block of `block-diffusion` at most; without a threshold, in equal shares. */
+  steps?: number | undefined;
   /** Treat end-of-text ids as ordinary tokens. */
   ignoreEos?: boolean | undefined;
   /** Texts that end the answer and are no part of it. */

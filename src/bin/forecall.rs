@@ -102,8 +102,9 @@ mod native {
         /// New tokens at most
         #[arg(long, default_value_t = 256, value_name = "N")]
         max_tokens: usize,
-        /// autoregressive, two-call, two-call-seed, packed, anchored, quadratic or quadratic-shared; by default packed
-        /// where the model can draft (on the CPU: where measuring says that it pays), else autoregressive
+        /// autoregressive, two-call, two-call-seed, packed, anchored, quadratic, quadratic-shared or block-diffusion; by
+        /// default block-diffusion for models trained for nothing else, packed where the model can draft (on the CPU: where
+        /// measuring says that it pays), else autoregressive
         #[arg(long)]
         schedule: Option<String>,
         /// Draft tokens verified in one call (K)
@@ -115,6 +116,15 @@ mod native {
         /// Draft blocks per call of the anchored schedule (H)
         #[arg(long, value_name = "H")]
         anchors: Option<usize>,
+        /// Tokens of a block of block-diffusion, or positions of SetDLM's window (L)
+        #[arg(long, value_name = "L")]
+        block_length: Option<usize>,
+        /// Probability from which guesses of block-diffusion are taken over together; above 1 none is
+        #[arg(long, value_name = "P")]
+        threshold: Option<f32>,
+        /// Steps that fill a block of block-diffusion at most; without a threshold, in equal shares
+        #[arg(long, value_name = "N")]
+        steps: Option<usize>,
         /// Treat end ids as ordinary tokens
         #[arg(long)]
         ignore_eos: bool,
@@ -259,6 +269,9 @@ mod native {
             verify_width: args.verify_width,
             draft_width: args.draft_width,
             anchors: args.anchors,
+            block_length: args.block_length,
+            threshold: args.threshold,
+            steps: args.steps,
             ignore_eos: args.ignore_eos,
             stop: args.stop,
         };

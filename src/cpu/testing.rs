@@ -65,6 +65,8 @@ impl Tiny {
             eos_token_ids: vec![],
             bos_token_id: None,
             draft: None,
+            diffusion: None,
+            horizon: None,
         };
         let modules = |l: usize| ["q_proj", "v_proj", "o_proj"].map(|m| format!("model.layers.{l}.self_attn.{m}"));
         let mlp = |l: usize| ["gate_proj", "up_proj", "down_proj"].map(|m| format!("model.layers.{l}.mlp.{m}"));

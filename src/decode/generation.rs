@@ -6,7 +6,7 @@ use super::plan::{CallKind, CallOutput, CallPlan};
 use super::schedule::{Geometry, Schedule};
 use super::stop::{FinishReason, Stop, StopRules};
 use crate::error::{Error, Result};
-use crate::model::arch::DraftRules;
+use crate::model::arch::ModelRules;
 
 /// Calls and rows that carried the prompt (and the draft behind its last chunk).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -91,7 +91,7 @@ impl Generation {
     /// [`Error::InvalidOption`] for a budget of 0, and everything [`options::start`] refuses.
     pub fn start(
         prompt: &[u32],
-        rules: Option<DraftRules>,
+        rules: impl Into<ModelRules>,
         options: &ScheduleOptions,
         geometry: &Geometry,
         stop: StopRules,

@@ -14,28 +14,35 @@
 //! | `prefill` | the prompt's chunks, the same in every schedule |
 //! | `segments` | how verify rows and draft blocks are written as rows, for every family |
 //! | `accept` | which drafts become text |
-//! | `autoregressive`, `two_call`, `packed` | the schedules |
+//! | `autoregressive`, `two_call`, `packed` | the lossless schedules |
+//! | `reveal` | which guesses of a diffusion call become tokens |
+//! | `block_diffusion`, `window_diffusion` | decoding as diffusion models do by themselves; not lossless |
 //!
-//! In all of them a token's cache slot is its position.
+//! In all but the last a token's cache slot is its position.
 
 mod accept;
 mod autoregressive;
+mod block_diffusion;
 pub mod generation;
 pub mod options;
 mod packed;
 pub mod plan;
 mod prefill;
+mod reveal;
 pub mod schedule;
 mod segments;
 pub mod stop;
 mod two_call;
+mod window_diffusion;
 
+#[cfg(test)]
+mod diffusion_properties;
 #[cfg(test)]
 pub(crate) mod fake;
 #[cfg(test)]
 mod properties;
 
 pub use generation::{CallCount, Counts, Generation, PrefillCount, Progress};
-pub use options::{ScheduleKind, ScheduleOptions, start};
-pub use segments::{draft_rows, packed_rows, target_rows};
+pub use options::{BlockOptions, ScheduleKind, ScheduleOptions, start};
+pub use segments::{block_rows, draft_rows, packed_rows, target_rows};
 pub use stop::{FinishReason, StopRules};

@@ -4,15 +4,18 @@ use std::fmt;
 use std::str::FromStr;
 
 use super::autoregressive::Autoregressive;
+use super::block_diffusion::BlockDiffusion;
 pub use super::packed::Anchors;
 use super::packed::Packed;
 use super::plan::CallPlan;
 use super::prefill::Prefill;
+use super::reveal::Reveal;
 use super::schedule::{Geometry, PREFILL_CHUNK, Schedule};
 use super::segments::Drafter;
 use super::two_call::TwoCall;
+use super::window_diffusion::WindowDiffusion;
 use crate::error::{Error, Result};
-use crate::model::arch::{Anchor, DraftRules, VerifyRows};
+use crate::model::arch::{Anchor, DiffusionLayout, DiffusionRules, DraftRules, ModelRules, VerifyRows};
 
 /// A schedule without its widths.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -32,6 +35,8 @@ pub enum ScheduleKind {
         /// say.
         shared: bool,
     },
+    /// Blocks, or a window, filled mask by mask as the checkpoint's own diffusion decoder does. Not lossless.
+    BlockDiffusion,
 }
 
 impl ScheduleKind {
@@ -39,7 +44,11 @@ impl ScheduleKind {
     pub const PACKED: Self = Self::Packed { anchors: Anchors::Count(1), shared: false };
 
     /// The names that [`ScheduleKind::from_str`] understands.
-    pub const NAMES: [&'static str; 7] =
+    pub const NAMES: [&'static str; 8] =
+        ["autoregressive", "two-call", "two-call-seed", "packed", "anchored", "quadratic", "quadratic-shared", "block-diffusion"];
+
+    /// Those whose text is the target's own.
+    pub const LOSSLESS: [&'static str; 7] =
         ["autoregressive", "two-call", "two-call-seed", "packed", "anchored", "quadratic", "quadratic-shared"];
 }
 
@@ -56,6 +65,7 @@ impl FromStr for ScheduleKind {
             "anchored" => Self::Packed { anchors: Anchors::Count(2), shared: false },
             "quadratic" => Self::Packed { anchors: Anchors::Every, shared: false },
             "quadratic-shared" => Self::Packed { anchors: Anchors::Every, shared: true },
+            "block-diffusion" => Self::BlockDiffusion,
             _ => {
                 return Err(Error::InvalidOption(format!(
                     "unknown schedule \"{name}\"; the schedules are {}",
@@ -76,25 +86,42 @@ impl fmt::Display for ScheduleKind {
             Self::Packed { anchors: Anchors::Count(_), .. } => "anchored",
             Self::Packed { anchors: Anchors::Every, shared: false } => "quadratic",
             Self::Packed { anchors: Anchors::Every, shared: true } => "quadratic-shared",
+            Self::BlockDiffusion => "block-diffusion",
         })
     }
 }
 
+/// What a caller may choose about block diffusion, and about nothing else.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct BlockOptions {
+    /// L, tokens of a block or positions of the window, at least 1. Default: the checkpoint's own.
+    pub length: Option<u32>,
+    /// Guesses this probable are taken over together, from 0; above 1 none is. Default: the checkpoint's own, or none where
+    /// only `steps` is given.
+    pub threshold: Option<f32>,
+    /// Steps that fill a block at most, 1 to L: each takes over at least an equal share. Default: at least one token a step.
+    pub steps: Option<u32>,
+}
+
 /// What a caller may choose about decoding. Everything left out has a default that depends on the model.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct ScheduleOptions {
-    /// Default: packed where the model can draft, else autoregressive.
+    /// Default: block diffusion for checkpoints that were trained for nothing else, packed where the model can draft, else
+    /// autoregressive.
     pub kind: Option<ScheduleKind>,
-    /// K, most draft tokens verified in one call, at least 1. Default: 4 with logit shift 1, 8 with shift 0. Says nothing
-    /// to the autoregressive schedule.
+    /// K, most draft tokens verified in one call, at least 1. Default: 4 with logit shift 1, 8 with shift 0, 3 where w is 7
+    /// or less for want of reach. Says nothing to schedules that do not draft.
     pub verify_width: Option<u32>,
     /// w, masks of a draft block, at least 1 (2 for one-call schedules and the seed row with logit shift 0). Default: 7
-    /// with logit shift 1, 15 with shift 0. Says nothing to the autoregressive schedule.
+    /// with logit shift 1, 15 with shift 0, below the checkpoint's reach ([`ModelRules::horizon`]) in any case. Says nothing
+    /// to schedules that do not draft.
     pub draft_width: Option<u32>,
+    /// Of block diffusion.
+    pub block: BlockOptions,
 }
 
 /// [`ScheduleOptions`] with every default filled in and checked against the model.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Resolved {
     /// The autoregressive schedule.
     Autoregressive {
@@ -112,6 +139,17 @@ pub enum Resolved {
         /// w.
         draft_width: u32,
     },
+    /// Block diffusion.
+    Diffusion {
+        /// How the model does it.
+        rules: DiffusionRules,
+        /// L.
+        block_length: u32,
+        /// The threshold, if there is one.
+        threshold: Option<f32>,
+        /// Most steps a block, if that was asked for.
+        steps: Option<u32>,
+    },
 }
 
 impl Resolved {
@@ -121,6 +159,7 @@ impl Resolved {
         match self {
             Self::Autoregressive { .. } => ScheduleKind::Autoregressive,
             Self::Drafting { kind, .. } => *kind,
+            Self::Diffusion { .. } => ScheduleKind::BlockDiffusion,
         }
     }
 }
@@ -130,9 +169,17 @@ impl ScheduleOptions {
     ///
     /// # Errors
     /// [`Error::InvalidOption`] for a drafting schedule without drafter, for widths of 0 or too small to be of use, and for
-    /// calls wider than `geometry`; [`Error::BadConfig`] for draft rules that contradict themselves.
-    pub fn resolve(&self, rules: Option<DraftRules>, geometry: &Geometry) -> Result<Resolved> {
-        let kind = self.kind.unwrap_or(if rules.is_some() { ScheduleKind::PACKED } else { ScheduleKind::Autoregressive });
+    /// calls wider than `geometry`, for block diffusion with a model that was not made for it, other schedules with one that
+    /// was made for nothing else, and options of block diffusion beside another schedule; [`Error::BadConfig`] for draft rules
+    /// that contradict themselves.
+    pub fn resolve(&self, rules: impl Into<ModelRules>, geometry: &Geometry) -> Result<Resolved> {
+        let ModelRules { draft: rules, diffusion, horizon } = rules.into();
+        let only = diffusion.is_some_and(|diffusion| diffusion.only);
+        let kind = self.kind.unwrap_or(match rules {
+            _ if only => ScheduleKind::BlockDiffusion,
+            Some(_) => ScheduleKind::PACKED,
+            None => ScheduleKind::Autoregressive,
+        });
         for (name, width) in [("verify", self.verify_width), ("draft", self.draft_width)] {
             if width == Some(0) {
                 return invalid(format!("the {name} width is 0; it must be at least 1"));
@@ -140,6 +187,20 @@ impl ScheduleOptions {
         }
         if let Some(rules) = &rules {
             check_rules(rules)?;
+        }
+        if kind == ScheduleKind::BlockDiffusion {
+            return self.block.resolve(diffusion, geometry);
+        }
+        if only {
+            return invalid(format!(
+                "the schedule {kind} needs a model that predicts the next token from causal rows, and this one was trained to fill \
+                 blocks only; choose the schedule block-diffusion, its default"
+            ));
+        }
+        if self.block != BlockOptions::default() {
+            return invalid(format!(
+                "a block length, a threshold or steps were given, which only the schedule block-diffusion takes; the schedule is {kind}"
+            ));
         }
         let rules = match (kind, rules) {
             (ScheduleKind::Autoregressive, rules) => {
@@ -159,7 +220,12 @@ impl ScheduleOptions {
         if let ScheduleKind::Packed { anchors: Anchors::Count(0), .. } = kind {
             return invalid("the schedule has 0 anchors; it needs at least 1".into());
         }
-        let (verify_width, draft_width) = if rules.logit_shift == 1 { (4, 7) } else { (8, 15) };
+        let (verify_width, draft_width) = match (rules.logit_shift, horizon) {
+            (1, _) => (4, 7),
+            // w below the reach, and K as far as full drafts go with it.
+            (_, Some(reach)) if reach <= 15 => ((reach / 2).saturating_sub(1).max(1), reach.saturating_sub(1).max(2)),
+            _ => (8, 15),
+        };
         let verify_width = self.verify_width.unwrap_or(verify_width);
         let draft_width = self.draft_width.unwrap_or(draft_width);
         let next_token_known = !matches!(kind, ScheduleKind::TwoCall { seed_row: false });
@@ -175,16 +241,54 @@ impl ScheduleOptions {
     }
 }
 
+impl BlockOptions {
+    fn resolve(&self, rules: Option<DiffusionRules>, geometry: &Geometry) -> Result<Resolved> {
+        let Some(rules) = rules else {
+            return invalid(
+                "the schedule block-diffusion needs a checkpoint that was made for it, such as Nemotron-Labs-Diffusion, SetDLM, SDAR \
+                 or Fast-dLLM v2; choose the schedule autoregressive"
+                    .into(),
+            );
+        };
+        let block_length = self.length.unwrap_or(rules.block_length);
+        if block_length == 0 {
+            return invalid("the block length is 0; it must be at least 1".into());
+        }
+        if let Some(threshold) = self.threshold
+            && (threshold.is_nan() || threshold < 0.0)
+        {
+            return invalid(format!("the threshold is {threshold}; it must be a probability from 0 on (above 1 none is enough)"));
+        }
+        if let Some(steps) = self.steps {
+            if rules.layout == DiffusionLayout::Window {
+                return invalid(format!(
+                    "{steps} steps were given, but with this model a window slides and no block is filled in steps"
+                ));
+            }
+            if steps == 0 || steps > block_length {
+                return invalid(format!("{steps} steps were given for a block of {block_length}; use 1 to {block_length}"));
+            }
+        }
+        let threshold = match (self.threshold, self.steps) {
+            (None, None) => Some(rules.threshold),
+            (threshold, _) => threshold,
+        };
+        let resolved = Resolved::Diffusion { rules, block_length, threshold, steps: self.steps };
+        Need::of(&resolved).check(geometry)?;
+        Ok(resolved)
+    }
+}
+
 /// Makes the schedule for one prompt: hands back the state machine and its first call.
 ///
-/// `rules` is how the model drafts ([`crate::model::program::Program::draft`]), `None` if it cannot.
+/// `rules` is what the model can do ([`crate::model::program::Program::rules`]), or how it drafts, `None` if it cannot.
 ///
 /// # Errors
 /// [`Error::InvalidOption`] for an empty prompt, one longer than the context or with an id outside the vocabulary; those
 /// of [`ScheduleOptions::resolve`].
 pub fn start(
     prompt: &[u32],
-    rules: Option<DraftRules>,
+    rules: impl Into<ModelRules>,
     options: &ScheduleOptions,
     geometry: &Geometry,
 ) -> Result<(Box<dyn Schedule>, CallPlan)> {
@@ -212,9 +316,18 @@ pub fn start(
                 ScheduleKind::TwoCall { seed_row } => {
                     boxed(Prefill::start(prompt, TwoCall::new(drafter, seed_row, verify_width, geometry.context)))
                 }
-                ScheduleKind::Autoregressive => {
+                ScheduleKind::Autoregressive | ScheduleKind::BlockDiffusion => {
                     boxed(Prefill::start(prompt, Autoregressive::new(rules.verify, geometry.context)))
                 }
+            }
+        }
+        Resolved::Diffusion { rules, block_length, threshold, steps } => {
+            let reveal = Reveal { threshold, strict: rules.strict, steps };
+            match rules.layout {
+                DiffusionLayout::Window => {
+                    boxed(Prefill::start(prompt, WindowDiffusion::new(block_length, reveal, geometry.context)))
+                }
+                _ => boxed(BlockDiffusion::start(prompt, rules, block_length, reveal, geometry.context)?),
             }
         }
     })
@@ -269,6 +382,16 @@ impl Need {
                 let mask = u64::from(verify == VerifyRows::Mask);
                 return Self { decode_rows: 1 + mask, beside_prompt: mask, choose: 1, scratch: mask };
             }
+            Resolved::Diffusion { rules, block_length, .. } => {
+                let block = u64::from(block_length);
+                // A block's rows beside the kept rows of the one before; a window's masks beside what the last call revealed.
+                return Self {
+                    decode_rows: 2 * block,
+                    beside_prompt: block,
+                    choose: block.saturating_sub(u64::from(rules.layout == DiffusionLayout::Seeded)).max(1),
+                    scratch: block,
+                };
+            }
             Resolved::Drafting { kind, rules, verify_width, draft_width } => (kind, rules, verify_width, draft_width),
         };
         let block = u64::from(Drafter { rules, width: w }.rows());
@@ -302,7 +425,7 @@ impl Need {
 
     fn check(&self, geometry: &Geometry) -> Result<()> {
         let chunk = u64::from(geometry.context).min(PREFILL_CHUNK as u64);
-        let advice = "use a smaller verify width or draft width, or fewer anchors";
+        let advice = "use a smaller verify width, draft width or block length, or fewer anchors";
         let bounds = [
             ("rows", self.decode_rows, geometry.max_rows as u64),
             ("rows, a prompt chunk among them,", chunk + self.beside_prompt, geometry.max_rows as u64),

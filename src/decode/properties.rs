@@ -32,7 +32,7 @@ const fn anchored(count: u32) -> ScheduleKind {
 }
 
 fn kinds() -> Vec<ScheduleKind> {
-    let mut kinds: Vec<ScheduleKind> = ScheduleKind::NAMES.iter().map(|name| name.parse().unwrap()).collect();
+    let mut kinds: Vec<ScheduleKind> = ScheduleKind::LOSSLESS.iter().map(|name| name.parse().unwrap()).collect();
     kinds.push(anchored(3));
     kinds.push(ScheduleKind::Packed { anchors: Anchors::Count(2), shared: true });
     kinds
@@ -80,7 +80,12 @@ impl Case {
     }
 
     fn options(&self) -> ScheduleOptions {
-        ScheduleOptions { kind: Some(self.kind), verify_width: Some(self.k), draft_width: Some(self.w) }
+        ScheduleOptions {
+            kind: Some(self.kind),
+            verify_width: Some(self.k),
+            draft_width: Some(self.w),
+            ..ScheduleOptions::default()
+        }
     }
 
     fn run(&self, oracle: &Scripted) -> Result<Run, String> {
@@ -244,6 +249,7 @@ fn calls_have_exactly_the_rows_of_the_definition() {
                                 false => block(false),
                             }
                         }
+                        ScheduleKind::BlockDiffusion => unreachable!("it is not lossless"),
                         ScheduleKind::Packed { anchors: Anchors::Every, shared } => verify(m) + (1 + m) * block(shared),
                         ScheduleKind::Packed { anchors: Anchors::Count(h), shared } => {
                             verify(m) + (1 + m).min(h as usize) * block(shared)
@@ -723,7 +729,12 @@ fn options_that_do_not_fit_are_refused_by_name() {
         Err(e) => (e.code(), e.to_string()),
     };
     let wide = geometry(64);
-    let with = |kind: &str, k, w| ScheduleOptions { kind: Some(kind.parse().unwrap()), verify_width: k, draft_width: w };
+    let with = |kind: &str, verify_width, draft_width| ScheduleOptions {
+        kind: Some(kind.parse().unwrap()),
+        verify_width,
+        draft_width,
+        ..ScheduleOptions::default()
+    };
     let auto = ScheduleOptions::default();
     for (got, code, part) in [
         (start(None, with("packed", None, None), &wide, &[1]), "InvalidOption", "packed needs a drafter"),
@@ -767,7 +778,7 @@ fn defaults_follow_the_model() {
     assert_eq!(widths(NEMOTRON), (ScheduleKind::PACKED, 8, 15));
     assert_eq!(resolve(None).kind(), ScheduleKind::Autoregressive);
     // The widest defaults fit what models are set up for.
-    for name in ScheduleKind::NAMES {
+    for name in ScheduleKind::LOSSLESS {
         for rules in FAMILIES {
             let options = ScheduleOptions { kind: Some(name.parse().unwrap()), ..ScheduleOptions::default() };
             options.resolve(Some(rules), &geometry(4096)).unwrap();

@@ -109,15 +109,7 @@ impl Segments {
             VerifyRows::Clean => (n..).zip(tokens).map(|(position, &token)| self.clean(position, token, true)).collect(),
             VerifyRows::Mask => {
                 self.silent(n, tokens);
-                (n + 1..)
-                    .zip(tokens)
-                    .map(|(position, _)| {
-                        let slot = self.scratch;
-                        self.scratch += 1;
-                        let sees = Sees { cache: 0..position, scratch: slot..slot + 1 };
-                        self.push(RowToken::Mask, position, false, Keep::Scratch(slot), sees, true)
-                    })
-                    .collect()
+                (n + 1..).zip(tokens).map(|(position, _)| self.lone_mask(position, position)).collect()
             }
         }
     }
@@ -137,6 +129,47 @@ impl Segments {
             self.push(input, position + r, drafter.rules.adapter, Keep::Scratch(slot), sees, choose);
         }
         DraftBlock { drafter, position, base }
+    }
+
+    /// Rows whose K/V is kept, `tokens[0]` at `position`: each sees everything up to the end of its block of `length`
+    /// positions (counted from `position`), as far as there are tokens; with a length of 1 they are causal. With `choose` the
+    /// last one chooses. Returns the last one.
+    pub fn keep_blocks(&mut self, position: u32, tokens: &[u32], length: u32, choose: bool) -> Option<RowId> {
+        let (length, end) = (length.max(1), position + tokens.len() as u32);
+        let mut last = None;
+        for (at, &token) in (position..).zip(tokens) {
+            let block_end = (at - (at - position) % length + length).min(end);
+            let sees = Sees { cache: 0..block_end, scratch: 0..0 };
+            last = Some(self.push(RowToken::Id(token), at, false, Keep::Cache(at), sees, choose && at + 1 == end));
+        }
+        last
+    }
+
+    /// A block whose rows see the cache below it and one another, none of them kept: `tokens[i]` at `start + i`, masks where
+    /// there is none. The rows for which `choose` says so choose. Returns the first.
+    pub fn joined(&mut self, start: u32, tokens: &[Option<u32>], choose: impl Fn(usize) -> bool) -> RowId {
+        let (first, scratch) = (self.rows.len(), self.scratch);
+        self.scratch += tokens.len() as u32;
+        for (i, token) in tokens.iter().enumerate() {
+            let (at, token) = (i as u32, token.map_or(RowToken::Mask, RowToken::Id));
+            let sees = Sees { cache: 0..start, scratch: scratch..self.scratch };
+            self.push(token, start + at, false, Keep::Scratch(scratch + at), sees, choose(i));
+        }
+        first
+    }
+
+    /// A mask that sees the cache below `end` and itself, and chooses.
+    pub fn lone_mask(&mut self, position: u32, end: u32) -> RowId {
+        let slot = self.scratch;
+        self.scratch += 1;
+        let sees = Sees { cache: 0..end, scratch: slot..slot + 1 };
+        self.push(RowToken::Mask, position, false, Keep::Scratch(slot), sees, true)
+    }
+
+    /// A silent row in cache slot `slot`, whatever its position; sees all slots up to its own.
+    pub fn revealed(&mut self, slot: u32, position: u32, token: u32) {
+        let sees = Sees { cache: 0..slot + 1, scratch: 0..0 };
+        self.push(RowToken::Id(token), position, false, Keep::Cache(slot), sees, false);
     }
 
     /// A draft block all of whose rows choose.
@@ -187,6 +220,18 @@ pub fn draft_rows(rules: DraftRules, position: u32, token: u32, width: u32) -> V
 pub fn target_rows(verify: VerifyRows, n: u32, tokens: &[u32]) -> Vec<Row> {
     let mut segments = Segments::new();
     segments.verify(verify, n, tokens);
+    segments.rows
+}
+
+/// The rows of `tokens`, which stand at `position` and behind it, in blocks of `length` positions whose rows see one another,
+/// all of them choosing: for probing a model outside any schedule.
+#[must_use]
+pub fn block_rows(position: u32, tokens: &[u32], length: u32) -> Vec<Row> {
+    let mut segments = Segments::new();
+    segments.keep_blocks(position, tokens, length, false);
+    for row in &mut segments.rows {
+        row.choose = true;
+    }
     segments.rows
 }
 

@@ -9,6 +9,7 @@ use crate::decode::schedule::ModelCalls;
 use crate::decode::{ScheduleKind, ScheduleOptions};
 use crate::decode::{packed_rows, target_rows};
 use crate::error::Result;
+use crate::model::arch::{DiffusionRules, ModelRules};
 
 /// What is taken when a request names neither schedule nor widths.
 #[derive(Debug, Clone)]
@@ -41,7 +42,12 @@ const SHIFT_1: &[Candidate] = &[
 ];
 /// With logit shift 0: models trained to draft. NVIDIA publishes 5.99 tokens per two-call forward pass at a draft width of 31
 /// for its 8B model; this is a cautious share of it.
-const SHIFT_0: &[Candidate] = &[candidate(4, 8, 2.5, 14.0), candidate(8, 15, 3.5, 25.0)];
+const SHIFT_0: &[Candidate] = &[
+    // For checkpoints of short reach.
+    candidate(3, 7, 2.2, 12.0),
+    candidate(4, 8, 2.5, 14.0),
+    candidate(8, 15, 3.5, 25.0),
+];
 
 /// Milliseconds of trying widths after which no further one is tried.
 const BUDGET_MS: f64 = 500.0;
@@ -49,9 +55,13 @@ const BUDGET_MS: f64 = 500.0;
 const PREFIX: u32 = 16;
 
 impl Default {
-    /// What needs no measuring: packed where the model can draft.
-    pub fn unmeasured(model_drafts: bool) -> Self {
-        let reason = if model_drafts { "the model can draft" } else { "the model has no drafter" };
+    /// What needs no measuring: the only schedule of models that have but one, packed where the model can draft.
+    pub fn unmeasured(rules: &ModelRules) -> Self {
+        let reason = match rules {
+            ModelRules { diffusion: Some(DiffusionRules { only: true, .. }), .. } => "the model was trained to fill blocks",
+            ModelRules { draft: Some(_), .. } => "the model can draft",
+            _ => "the model has no drafter",
+        };
         Self { options: ScheduleOptions::default(), reason: reason.into() }
     }
 }
@@ -63,10 +73,14 @@ impl Model {
     /// # Errors
     /// Failures of the device.
     pub(super) async fn choose_default(&mut self) -> Result<Default> {
-        let unmeasured = Default::unmeasured(self.program.draft.is_some());
-        let (Some(rules), Calls::Cpu(_)) = (self.program.draft, &self.calls) else {
+        let all = self.program.rules();
+        let unmeasured = Default::unmeasured(&all);
+        let (Some(rules), Calls::Cpu(_)) = (all.draft, &self.calls) else {
             return Ok(unmeasured);
         };
+        if all.diffusion.is_some_and(|diffusion| diffusion.only) {
+            return Ok(unmeasured);
+        }
         let geometry = self.calls.geometry();
         let candidates = if rules.logit_shift == 1 { SHIFT_1 } else { SHIFT_0 };
         if geometry.context < PREFIX + 16 {
@@ -90,7 +104,8 @@ impl Model {
         let begun = Instant::now();
         let mut best = (1.0 / alone, ScheduleOptions { kind: Some(ScheduleKind::Autoregressive), ..ScheduleOptions::default() });
         let mut tried = Vec::new();
-        for candidate in candidates {
+        let within_reach = |candidate: &&Candidate| all.horizon.is_none_or(|reach| candidate.draft_width < reach);
+        for candidate in candidates.iter().filter(within_reach) {
             let (k, w) = (candidate.verify_width, candidate.draft_width);
             if ms(begun) > BUDGET_MS {
                 break;
@@ -108,7 +123,9 @@ impl Model {
             let share = (candidate.rows_per_call - 1.0) / (count as f64 - 1.0).max(1.0);
             let rate = candidate.tokens_per_call / (alone + (took - alone) * share.min(1.0));
             if rate > best.0 {
-                let options = ScheduleOptions { kind: Some(ScheduleKind::PACKED), verify_width: Some(k), draft_width: Some(w) };
+                let kind = Some(ScheduleKind::PACKED);
+                let (verify_width, draft_width) = (Some(k), Some(w));
+                let options = ScheduleOptions { kind, verify_width, draft_width, ..ScheduleOptions::default() };
                 best = (rate, options);
             }
         }

@@ -9,7 +9,7 @@ use super::Model;
 use crate::decode::options::Anchors;
 use crate::decode::plan::CallKind;
 use crate::decode::schedule::ModelCalls;
-use crate::decode::{Counts, FinishReason, Generation, ScheduleKind, ScheduleOptions, StopRules};
+use crate::decode::{BlockOptions, Counts, FinishReason, Generation, ScheduleKind, ScheduleOptions, StopRules};
 use crate::error::{Error, Result};
 use crate::text::Tokenizer;
 use crate::text::chat_template::ChatRequest;
@@ -33,8 +33,8 @@ pub struct Generate {
     pub prompt: Prompt,
     /// New tokens at most; exactly this many unless the text ends before or the context is full.
     pub max_tokens: usize,
-    /// One of [`ScheduleKind::NAMES`]; by default `packed` where the model can draft (on the CPU: where measuring says that it
-    /// pays), else `autoregressive`.
+    /// One of [`ScheduleKind::NAMES`]; by default `block-diffusion` for models trained for nothing else, `packed` where the
+    /// model can draft (on the CPU: where measuring says that it pays), else `autoregressive`.
     pub schedule: Option<String>,
     /// K, draft tokens verified in one call.
     pub verify_width: Option<usize>,
@@ -42,6 +42,12 @@ pub struct Generate {
     pub draft_width: Option<usize>,
     /// H, draft blocks per call of the `anchored` schedule.
     pub anchors: Option<usize>,
+    /// L, tokens of a block (positions of SetDLM's window) of the `block-diffusion` schedule.
+    pub block_length: Option<usize>,
+    /// Probability from which guesses of the `block-diffusion` schedule are taken over together; above 1 none is.
+    pub threshold: Option<f32>,
+    /// Steps that fill a block of the `block-diffusion` schedule at most; without a threshold, in equal shares.
+    pub steps: Option<usize>,
     /// Whether end ids are ordinary tokens.
     pub ignore_eos: bool,
     /// Texts that end the answer and are no part of it.
@@ -59,6 +65,9 @@ impl Generate {
             verify_width: None,
             draft_width: None,
             anchors: None,
+            block_length: None,
+            threshold: None,
+            steps: None,
             ignore_eos: false,
             stop: Vec::new(),
         }
@@ -220,10 +229,10 @@ impl Model {
             false => (asked, "asked for".to_owned()),
         };
         let geometry = self.calls.geometry();
-        let schedule = options.resolve(self.program.draft, &geometry)?.kind();
+        let schedule = options.resolve(self.program.rules(), &geometry)?.kind();
         let rules =
             StopRules { end_ids: self.end_ids.clone(), ignore_eos: request.ignore_eos, max_tokens: Some(request.max_tokens) };
-        let (mut generation, mut plan) = Generation::start(&prompt, self.program.draft, &options, &geometry, rules)?;
+        let (mut generation, mut plan) = Generation::start(&prompt, self.program.rules(), &options, &geometry, rules)?;
         let mut answer = Answer::new(self.tokenizer.as_ref(), &request.stop)?;
 
         loop {
@@ -396,5 +405,10 @@ fn schedule_options(request: &Generate) -> Result<ScheduleOptions> {
         kind,
         verify_width: width("verify width", request.verify_width)?,
         draft_width: width("draft width", request.draft_width)?,
+        block: BlockOptions {
+            length: width("block length", request.block_length)?,
+            threshold: request.threshold,
+            steps: width("number of steps", request.steps)?,
+        },
     })
 }

@@ -73,7 +73,7 @@ impl Model {
         let slots = u64::from(geometry.context + geometry.scratch);
         let value = if self.facts.half_cache { 2 } else { 4 };
         let kv_bytes = 2 * slots * (arch.layers.len() * arch.kv_size() * value) as u64;
-        let default = self.default.options.resolve(self.program.draft, &geometry).ok();
+        let default = self.default.options.resolve(self.program.rules(), &geometry).ok();
         let drafter = self.program.draft.map(|rules| {
             let widths = match default {
                 Some(Resolved::Drafting { verify_width, draft_width, .. }) => {
@@ -82,6 +82,9 @@ impl Model {
                 _ => Value::Null,
             };
             json!({ "adapter": self.facts.has_adapter, "logit_shift": rules.logit_shift, "default_widths": widths })
+        });
+        let diffusion = self.program.rules().diffusion.map(|rules| {
+            json!({ "block_length": rules.block_length, "threshold": f64::from(rules.threshold), "logit_shift": rules.logit_shift })
         });
         let formats: serde_json::Map<_, _> =
             self.facts.formats.iter().map(|(name, count)| (name.clone(), json!(count))).collect();
@@ -105,6 +108,7 @@ impl Model {
             "matrix_formats": formats,
             "kv_precision": if self.facts.half_cache { "f16" } else { "f32" },
             "drafter": drafter,
+            "diffusion": diffusion,
             "default_schedule": default.map(|resolved| resolved.kind().to_string()),
             "default_schedule_reason": self.default.reason,
             "tokenizer": self.tokenizer.is_some(),

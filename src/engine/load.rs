@@ -206,7 +206,7 @@ impl Model {
             stopped?;
         }
         let facts = Facts::new(&checkpoint, &calls, context, half_cache, reason);
-        let default = choose::Default::unmeasured(checkpoint.program.draft.is_some());
+        let default = choose::Default::unmeasured(&checkpoint.program.rules());
         let mut model = Self { calls, program: checkpoint.program, tokenizer, template, end_ids, facts, default };
         model.default = model.choose_default().await?;
         tell(LoadEvent { phase: Phase::Ready, done: 1, total: 1 })?;
@@ -243,7 +243,7 @@ async fn open(options: &LoadOptions, checkpoint: &Checkpoint, context: u32, half
 
 /// Row counts of the calls that a default generation makes, for compiling ahead.
 fn usual_widths(checkpoint: &Checkpoint, model: &GpuModel) -> Vec<usize> {
-    let most = match ScheduleOptions::default().resolve(checkpoint.program.draft, &model.geometry()) {
+    let most = match ScheduleOptions::default().resolve(checkpoint.program.rules(), &model.geometry()) {
         Ok(Resolved::Drafting { verify_width, draft_width, .. }) => (verify_width + draft_width + 2) as usize,
         _ => 1,
     };

@@ -3,15 +3,15 @@
 use super::Model;
 use crate::decode::plan::{CallKind, CallPlan};
 use crate::decode::schedule::ModelCalls;
-use crate::decode::{draft_rows, target_rows};
+use crate::decode::{block_rows, draft_rows, target_rows};
 use crate::error::{Error, Result};
-use crate::model::arch::VerifyRows;
+use crate::model::arch::{DiffusionLayout, DiffusionRules, VerifyRows};
 
 /// Raw logits, one vector [V] per row.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Logits {
     /// The target's for the position behind every token: of the token's own causal row, or, in families whose mask rows
-    /// verify, of the mask row behind it.
+    /// verify, of the mask row behind it. In families that fill aligned blocks: the token's own row, which sees its block.
     pub causal: Vec<Vec<f32>>,
     /// Of every row of a draft block made after the tokens, in order; the anchor's row first where the family has one.
     pub draft: Option<Vec<Vec<f32>>>,
@@ -36,11 +36,19 @@ impl Model {
                 geometry.context
             )));
         }
-        let rows = ROWS.min(geometry.max_choose);
+        let block = match self.program.rules().diffusion {
+            Some(DiffusionRules { layout: DiffusionLayout::Aligned, block_length, .. }) => Some(block_length),
+            _ => None,
+        };
+        let step = block.map_or(1, |length| length as usize);
+        // A block's rows share a call.
+        let rows = ROWS.min(geometry.max_choose).next_multiple_of(step);
         let verify = self.program.draft.map_or(VerifyRows::Clean, |rules| rules.verify);
         let mut causal = Vec::with_capacity(tokens.len());
         for (chunk, ids) in tokens.chunks(rows).enumerate() {
-            let plan = CallPlan::new(CallKind::Prefill, target_rows(verify, (chunk * rows) as u32, ids));
+            let at = (chunk * rows) as u32;
+            let target = block.map_or_else(|| target_rows(verify, at, ids), |length| block_rows(at, ids, length));
+            let plan = CallPlan::new(CallKind::Prefill, target);
             causal.extend(self.run_plan(&plan).await?);
         }
         let draft = match draft_width {

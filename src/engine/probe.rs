@@ -5,7 +5,7 @@ use super::calls::Calls;
 use crate::decode::plan::{CallKind, CallPlan, Keep, Row, RowToken, Sees};
 use crate::decode::schedule::ModelCalls;
 use crate::error::{Error, Result};
-use crate::model::arch::DraftRules;
+use crate::model::arch::{DraftRules, ModelRules};
 
 /// One layer's K/V as `[slots, Hkv Dh]` each, scratch slots last. Whatever a backend stores, f64 holds exactly.
 #[derive(Debug, Clone, PartialEq)]
@@ -26,6 +26,12 @@ impl Model {
     #[must_use]
     pub fn draft_rules(&self) -> Option<DraftRules> {
         self.program.draft
+    }
+
+    /// What the model can do beside plain next tokens.
+    #[must_use]
+    pub fn rules(&self) -> ModelRules {
+        self.program.rules()
     }
 
     /// Layers of the model (L).

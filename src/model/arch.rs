@@ -98,6 +98,56 @@ pub struct DraftRules {
     pub adapter: bool,
 }
 
+/// What a call of block diffusion denoises, and what the rows that it keeps see.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DiffusionLayout {
+    /// Blocks begin right behind the prompt; kept rows are causal, and the last one's choice is the first token of the next
+    /// block (Nemotron-Labs-Diffusion).
+    Seeded,
+    /// Blocks lie at multiples of their length, prompt included; kept rows see their whole block. With a logit shift of 1
+    /// the last kept row's choice is the first token of the next block (SDAR, Fast-dLLM v2).
+    Aligned,
+    /// A window that begins at the first mask and slides; masks see kept rows and themselves, and what was revealed is kept
+    /// in the order in which it was (SetDLM).
+    Window,
+}
+
+/// How a checkpoint decodes by diffusion: several masks of a block a call, the most confident first.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DiffusionRules {
+    /// What is denoised, and what kept rows see.
+    pub layout: DiffusionLayout,
+    /// 0: a row at p predicts p. 1: it predicts p+1.
+    pub logit_shift: u32,
+    /// Tokens of a block (positions of the window) unless asked otherwise, at least 1.
+    pub block_length: u32,
+    /// Blocks are filled in parts of this many positions, one after the other.
+    pub sub_block: Option<u32>,
+    /// Masks whose choice is this probable are revealed together, unless asked otherwise.
+    pub threshold: f32,
+    /// Whether a probability equal to the threshold is not enough.
+    pub strict: bool,
+    /// Whether the checkpoint was trained for no other schedule.
+    pub only: bool,
+}
+
+/// What a model can do beside plain next tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct ModelRules {
+    /// How it drafts; `None` if it cannot.
+    pub draft: Option<DraftRules>,
+    /// How it decodes by diffusion; `None` if it cannot.
+    pub diffusion: Option<DiffusionRules>,
+    /// How far ahead of the text it was trained to predict, in positions, where that is known to be short.
+    pub horizon: Option<u32>,
+}
+
+impl From<Option<DraftRules>> for ModelRules {
+    fn from(draft: Option<DraftRules>) -> Self {
+        Self { draft, ..Self::default() }
+    }
+}
+
 /// What stands at a mask row's input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mask {
@@ -152,6 +202,10 @@ pub struct Arch {
     pub bos_token_id: Option<u32>,
     /// How the checkpoint drafts by itself; `None` for plain autoregressive models without an adapter.
     pub draft: Option<DraftRules>,
+    /// How the checkpoint decodes by diffusion; `None` if it was not made for that.
+    pub diffusion: Option<DiffusionRules>,
+    /// How far ahead of the text the checkpoint was trained to predict, in positions, where that is known to be short.
+    pub horizon: Option<u32>,
 }
 
 impl Arch {

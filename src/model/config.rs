@@ -5,7 +5,7 @@
 
 use serde_json::Value;
 
-use super::arch::{Arch, Layer, QueryScaling, Rope, RopeScaling};
+use super::arch::{Arch, DiffusionLayout, DiffusionRules, Layer, QueryScaling, Rope, RopeScaling};
 use super::families::{Bias, FAMILIES, Family, Windows, family};
 use super::fields::{Fields, parse_object};
 use crate::error::{Error, Result};
@@ -31,6 +31,9 @@ const MAX_HEADS: usize = 1024;
 const MAX_HEAD_DIM: usize = 1024;
 const MAX_VOCAB: usize = 1 << 22;
 const MAX_POSITIONS: usize = (1 << 31) - 1;
+const MAX_BLOCK: usize = 1 << 16;
+/// Of SetDLM's checkpoints, whose names say it: smax 8, 16 and 32.
+const SMALLEST_REACH: u32 = 8;
 
 /// Reads `config.json` and, where the checkpoint has one, `generation_config.json`.
 ///
@@ -62,6 +65,7 @@ pub fn parse_as(known: Option<&'static Family>, config: &[u8], generation_config
         eos.extend(generation.tokens("eos_token_id")?);
         bos = bos.or(generation.token("bos_token_id")?);
     }
+    eos.extend(family.end_ids.iter().filter(|&&id| (id as usize) < arch.vocab_size));
     eos.sort_unstable();
     eos.dedup();
     (arch.eos_token_ids, arch.bos_token_id) = (eos, bos);
@@ -137,18 +141,21 @@ fn architecture(model_type: &str, fields: &Fields, family: &'static Family) -> R
         Bias::Always => Ok(true),
         Bias::Config => fields.flag(name).map(|f| f.unwrap_or(false)),
     };
-    let mask_token_id = fields.token("mask_token_id")?;
+    let known = family.mask_id.filter(|&id| (id as usize) < vocab_size);
+    let mask_token_id = fields.token("mask_token_id")?.or(known);
     if mask_token_id.is_some_and(|id| id as usize >= vocab_size) {
         return Err(fields.wrong("mask_token_id", &format!("an id below `vocab_size` = {vocab_size}")));
     }
     let (rope, query_scaling) = rope(fields, family, max_position_embeddings)?;
-    let mut draft = family.draft;
+    let horizon = horizon(fields, family)?;
+    let (mut draft, mut diffusion) = (family.draft, diffusion(fields, family, horizon)?);
     if let (Some(rules), Some(kind)) = (&mut draft, fields.text("dlm_type")?) {
         rules.logit_shift = match kind {
             "llada" => 0,
             "dream" => 1,
             _ => return Err(fields.wrong("dlm_type", "\"llada\" or \"dream\"")),
         };
+        diffusion = diffusion.map(|own| DiffusionRules { logit_shift: rules.logit_shift, ..own });
     }
     Ok(Arch {
         model_type: model_type.to_owned(),
@@ -175,7 +182,32 @@ fn architecture(model_type: &str, fields: &Fields, family: &'static Family) -> R
         eos_token_ids: Vec::new(),
         bos_token_id: None,
         draft,
+        diffusion,
+        horizon,
     })
+}
+
+/// How the checkpoint decodes by diffusion, with the block length it names.
+fn diffusion(fields: &Fields, family: &Family, horizon: Option<u32>) -> Result<Option<DiffusionRules>> {
+    let Some(rules) = family.diffusion else { return Ok(None) };
+    let named = family.block_field.map(|name| fields.size(name, MAX_BLOCK)).transpose()?.flatten();
+    let block_length = match rules.layout {
+        // The published windows are half as wide as the reach.
+        DiffusionLayout::Window => horizon.map(|reach| (reach / 2).max(1)),
+        _ => named.map(|length| length as u32),
+    };
+    Ok(Some(DiffusionRules { block_length: block_length.unwrap_or(rules.block_length), ..rules }))
+}
+
+/// SetDLM's orders of training let a position be predicted at most twice the desired block size ahead; the smallest
+/// published reach where a checkpoint does not tell its own.
+fn horizon(fields: &Fields, family: &Family) -> Result<Option<u32>> {
+    if !matches!(family.diffusion, Some(DiffusionRules { layout: DiffusionLayout::Window, .. })) {
+        return Ok(None);
+    }
+    let noise = fields.object("noise_config")?;
+    let desired = noise.map(|noise| noise.size("desired_block_size", MAX_BLOCK)).transpose()?.flatten();
+    Ok(Some(desired.map_or(SMALLEST_REACH, |desired| 2 * desired as u32)))
 }
 
 /// RoPE's fields: `rope_parameters` (new), else `rope_scaling` beside a top-level `rope_theta` (old).

@@ -1,6 +1,6 @@
 //! What a `model_type` implies that its config need not say: one table entry per family.
 
-use super::arch::{Anchor, DraftRules, VerifyRows};
+use super::arch::{Anchor, DiffusionLayout, DiffusionRules, DraftRules, VerifyRows};
 use super::names::{self, NameTable};
 
 /// Where a projection's bias comes from.
@@ -28,7 +28,7 @@ pub enum Windows {
 }
 
 /// Defaults and rules of a family. Sizes are those a config leaves out because they are its class's defaults.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq)]
 pub struct Family {
     /// `model_type`.
     pub model_type: &'static str,
@@ -54,8 +54,18 @@ pub struct Family {
     pub rope_theta: u32,
     /// How its checkpoints draft by themselves.
     pub draft: Option<DraftRules>,
+    /// How its checkpoints decode by diffusion.
+    pub diffusion: Option<DiffusionRules>,
+    /// The field that holds a checkpoint's block length.
+    pub block_field: Option<&'static str>,
     /// The special token that stands at mask rows where the config names none.
     pub mask_token: Option<&'static str>,
+    /// The id that stands at mask rows where the config names none, if the vocabulary has it.
+    pub mask_id: Option<u32>,
+    /// Ids that end a text whatever the config says, those of them that the vocabulary has.
+    pub end_ids: &'static [u32],
+    /// Whether a head in the file is used although the config ties it to the embedding.
+    pub head_if_present: bool,
     /// Spellings of its tensors.
     pub names: &'static NameTable,
 }
@@ -73,7 +83,12 @@ const LLAMA: Family = Family {
     head_dim: None,
     rope_theta: 10_000,
     draft: None,
+    diffusion: None,
+    block_field: None,
     mask_token: None,
+    mask_id: None,
+    end_ids: &[],
+    head_if_present: false,
     names: &names::LLAMA,
 };
 
@@ -90,18 +105,20 @@ const MISTRAL: Family = Family {
 const QWEN3: Family =
     Family { model_type: "qwen3", mlp_bias: Bias::Never, qk_norm: true, windows: Windows::Upper, head_dim: Some(128), ..LLAMA };
 
+const QWEN2: Family = Family {
+    model_type: "qwen2",
+    qkv_bias: Bias::Always,
+    output_bias: Bias::Never,
+    mlp_bias: Bias::Never,
+    windows: Windows::Upper,
+    ..LLAMA
+};
+
 /// Every family, by `model_type`.
-pub const FAMILIES: [Family; 8] = [
+pub const FAMILIES: [Family; 10] = [
     LLAMA,
     MISTRAL,
-    Family {
-        model_type: "qwen2",
-        qkv_bias: Bias::Always,
-        output_bias: Bias::Never,
-        mlp_bias: Bias::Never,
-        windows: Windows::Upper,
-        ..LLAMA
-    },
+    QWEN2,
     QWEN3,
     Family {
         model_type: "smollm3",
@@ -125,6 +142,16 @@ pub const FAMILIES: [Family; 8] = [
             bidirectional: true,
             adapter: true,
         }),
+        diffusion: Some(DiffusionRules {
+            layout: DiffusionLayout::Seeded,
+            logit_shift: 0,
+            block_length: 32,
+            sub_block: None,
+            threshold: 0.9,
+            strict: false,
+            only: false,
+        }),
+        block_field: Some("block_size"),
         names: &names::NEMOTRON,
         ..LLAMA
     },
@@ -138,9 +165,57 @@ pub const FAMILIES: [Family; 8] = [
             bidirectional: false,
             adapter: false,
         }),
+        // The window of the smallest published reach (`Arch::horizon`); a config that tells its own overrules it.
+        diffusion: Some(DiffusionRules {
+            layout: DiffusionLayout::Window,
+            logit_shift: 0,
+            block_length: 4,
+            sub_block: None,
+            threshold: 0.9,
+            strict: false,
+            only: false,
+        }),
         mask_token: Some("<|fim_middle|>"),
         names: &names::SETDLM,
+        rope_theta: 1_000_000,
         ..QWEN3
+    },
+    Family {
+        model_type: "sdar",
+        diffusion: Some(DiffusionRules {
+            layout: DiffusionLayout::Aligned,
+            logit_shift: 0,
+            block_length: 4,
+            sub_block: None,
+            threshold: 0.85,
+            strict: true,
+            only: true,
+        }),
+        block_field: Some("block_size"),
+        mask_id: Some(151_669),
+        end_ids: &[151_643, 151_645],
+        head_if_present: true,
+        rope_theta: 1_000_000,
+        ..QWEN3
+    },
+    Family {
+        model_type: "Fast_dLLM_Qwen",
+        tied: true,
+        diffusion: Some(DiffusionRules {
+            layout: DiffusionLayout::Aligned,
+            logit_shift: 1,
+            block_length: 32,
+            sub_block: Some(8),
+            threshold: 0.9,
+            strict: true,
+            only: true,
+        }),
+        block_field: Some("bd_size"),
+        mask_id: Some(151_665),
+        end_ids: &[151_645],
+        head_if_present: true,
+        rope_theta: 1_000_000,
+        ..QWEN2
     },
 ];
 

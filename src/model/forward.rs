@@ -103,8 +103,8 @@ pub fn build(arch: Arch, adapter: Option<&AdapterSpec>) -> Program {
     let draft = adapter.map(|a| a.rules).or(b.arch.draft);
     let mask = match (mask, b.arch.mask_token_id) {
         (Some(_), _) => Some(Mask::Embedding),
-        (None, Some(id)) => draft.map(|_| Mask::Token(id)),
-        (None, None) => None,
+        (None, Some(id)) if draft.is_some() || b.arch.diffusion.is_some() => Some(Mask::Token(id)),
+        (None, _) => None,
     };
     // A mask that is a token of the vocabulary is an input only; a text never holds it.
     let banned = match mask {

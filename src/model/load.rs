@@ -6,11 +6,13 @@
 use std::collections::BTreeSet;
 
 use super::adapter::{self, Adapter};
+use super::arch::DiffusionRules;
 use super::config::{self, ModelConfig};
 use super::families::family_of_tensors;
 use super::fields::{MAX_JSON_BYTES, parse_object};
 use super::forward;
 use super::names::{self, Names};
+use super::nested;
 use super::program::{Origin, Program, Source};
 use crate::error::{Error, Result};
 use crate::weights::WeightSink;
@@ -162,14 +164,27 @@ pub async fn load_checkpoint<S: ByteSource>(
         (Err(_), Err(error)) => return Err(error.clone()),
         (Err(error), Ok(_)) => return Err(error),
     };
-    let ModelConfig { mut arch, family, quantization } = match family_of_tensors(base_index.tensors.keys().map(String::as_str)) {
-        Some(known) => config::parse_as(Some(known), &files.config, generation_config)?,
-        None => by_config?,
+    let flat = nested::flatten(&files.config, &base_index)?;
+    let config = flat.as_deref().unwrap_or(&files.config);
+    let by_tensors = family_of_tensors(base_index.tensors.keys().map(String::as_str));
+    let ModelConfig { mut arch, family, quantization } = match (by_tensors, &flat) {
+        (None, None) => by_config?,
+        (known, _) => config::parse_as(known, config, generation_config)?,
     };
     if let (None, Some(token)) = (arch.mask_token_id, family.mask_token) {
         arch.mask_token_id = Some(mask_token(&files, token, arch.vocab_size)?);
     }
+    if let (None, Some(DiffusionRules { only: true, .. })) = (arch.mask_token_id, &arch.diffusion) {
+        return Err(Error::BadConfig(format!(
+            "config.json: `mask_token_id` is missing, and a model of type {} does nothing but fill masks; expected an id below \
+             `vocab_size` = {}",
+            arch.model_type, arch.vocab_size
+        )));
+    }
     let names = family.names.resolve(|name| base_index.tensors.contains_key(name))?;
+    if family.head_if_present {
+        arch.tie_word_embeddings = !names.has_head();
+    }
     if !names.has_head() && !arch.tie_word_embeddings {
         return Err(Error::BadWeights(format!(
             "the checkpoint has no output head (tensor {}), and config.json does not set `tie_word_embeddings`",

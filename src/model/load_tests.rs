@@ -518,6 +518,85 @@ fn setdlm_is_recognised_and_its_mask_found() {
 }
 
 #[test]
+fn setdlms_published_config_names_its_body_and_the_weights_have_the_sizes() {
+    let with_config = |edit: &dyn Fn(&mut serde_json::Value)| {
+        let mut sources = memory("tiny-setdlm");
+        // As a denoiser's config is published: no size of the body anywhere.
+        let mut config = serde_json::json!({
+            "architectures": ["SetDLM"],
+            "model_type": "bd3lm",
+            "attn_backend": "sdpa",
+            "length": 512,
+            "block_size": 512,
+            "vocab_size": 209,
+            "mask_token_id": null,
+            "eos_token_id": 2,
+            "backbone_config": {
+                "_target_": "backbone_automodel.AutoModelFromPreTrained",
+                "automodel_cls": "CustomQwen3ForCausalLM",
+                "pretrained_model_name_or_path": "Qwen/Qwen3-1.7B-Base",
+                "keep_bottom_n_layers": -1,
+                "hidden_size": -1,
+            },
+            "noise_config": { "_target_": "noise_schedule_noise_schedules.StaggeredNoise", "desired_block_size": 8, "length": 512 },
+            "tokenization_config": { "mask_token_id": 100, "eos_token_id": 3, "bos_token_id": 1 },
+        });
+        edit(&mut config);
+        sources.base.files.insert("config.json".into(), serde_json::to_vec(&config).unwrap());
+        load_memory(&mut sources, LoadOptions::default()).map(|(checkpoint, _)| checkpoint.program)
+    };
+    let flat = load_memory(&mut memory("tiny-setdlm"), LoadOptions::default()).unwrap().0.program;
+    let nested = with_config(&|_| {}).unwrap();
+    // The published reach is twice the desired block size, the window as wide as that.
+    assert_eq!((nested.arch.horizon, nested.arch.diffusion.unwrap().block_length), (Some(16), 8));
+    assert_eq!((flat.arch.horizon, flat.arch.diffusion.unwrap().block_length), (Some(8), 4));
+    let arch = crate::model::arch::Arch { horizon: Some(8), diffusion: flat.arch.diffusion, ..nested.arch.clone() };
+    assert_eq!(arch, flat.arch);
+    assert_eq!((nested.matrices, nested.vectors), (flat.matrices, flat.vectors));
+
+    let refused = |edit: &dyn Fn(&mut serde_json::Value)| match with_config(edit) {
+        Ok(_) => panic!("it was taken"),
+        Err(e) => (e.code(), e.to_string()),
+    };
+    let (code, dit) = refused(&|config| config["backbone_config"]["_target_"] = "backbone_dit.DIT".into());
+    assert!(code == "Unsupported" && dit.contains("DiT") && dit.contains("LayerNorm"), "{code} {dit}");
+    let (code, other) = refused(&|config| config["architectures"] = serde_json::json!(["BD3LM"]));
+    assert!(code == "Unsupported" && other.contains("BD3LM"), "{code} {other}");
+}
+
+#[test]
+fn families_that_fill_blocks_are_known_by_their_names() {
+    let rules = |name: &str, edit: &dyn Fn(&mut serde_json::Value)| {
+        let mut sources = memory(name);
+        let mut config: serde_json::Value = serde_json::from_slice(&sources.base.files["config.json"]).unwrap();
+        edit(&mut config);
+        sources.base.files.insert("config.json".into(), serde_json::to_vec(&config).unwrap());
+        load_memory(&mut sources, LoadOptions::default()).map(|(checkpoint, _)| checkpoint.program)
+    };
+    let sdar = rules("tiny-sdar-trained", &|_| {}).unwrap();
+    assert_eq!((sdar.arch.model_type.as_str(), sdar.draft, sdar.mask), ("sdar", None, Some(Mask::Token(257))));
+    let own = sdar.rules().diffusion.unwrap();
+    assert_eq!((own.block_length, own.logit_shift, own.sub_block, own.only), (4, 0, None, true));
+    let fast = rules("tiny-fast-dllm-trained", &|_| {}).unwrap();
+    let own = fast.rules().diffusion.unwrap();
+    assert_eq!((own.block_length, own.logit_shift, own.sub_block, own.only), (16, 1, Some(8), true));
+    assert!(fast.arch.attention_bias && fast.arch.tie_word_embeddings);
+    // A head in the file is used although the config ties it, and the table where there is none.
+    let tied = |config: &mut serde_json::Value| config["tie_word_embeddings"] = true.into();
+    assert!(!rules("tiny-sdar-trained", &tied).unwrap().arch.tie_word_embeddings);
+    let untied = |config: &mut serde_json::Value| config["tie_word_embeddings"] = false.into();
+    assert!(rules("tiny-fast-dllm-trained", &untied).unwrap().arch.tie_word_embeddings);
+    // Without a mask there is nothing to fill: the published id lies beyond this vocabulary.
+    let maskless = rules("tiny-sdar-trained", &|config| drop(config.as_object_mut().unwrap().remove("mask_token_id")));
+    let error = maskless.unwrap_err();
+    assert!(error.code() == "BadConfig" && error.to_string().contains("mask_token_id"), "{error}");
+    assert_eq!(
+        rules("tiny-sdar-trained", &|config| config["block_size"] = 8.into()).unwrap().rules().diffusion.unwrap().block_length,
+        8
+    );
+}
+
+#[test]
 fn nemotrons_spellings_are_all_read() {
     let load = |from: &'static str, to: &'static str| {
         let mut sources = memory("tiny-nemotron");

@@ -9,5 +9,6 @@ pub mod fields;
 pub mod forward;
 pub mod load;
 pub mod names;
+pub mod nested;
 pub mod program;
 pub mod rope;

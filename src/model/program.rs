@@ -1,7 +1,7 @@
 //! A model's forward pass written down as a list of operations over named weights: what every backend (GPU, CPU, the f64
 //! reference) runs. Built once per loaded model by [`super::forward::build`]; independent of a call's rows.
 
-use super::arch::{Arch, DraftRules, Mask};
+use super::arch::{Arch, DraftRules, Mask, ModelRules};
 
 /// Index into [`Program::matrices`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -247,7 +247,7 @@ pub struct Program {
     pub arch: Arch,
     /// How the model drafts; `None` if it cannot.
     pub draft: Option<DraftRules>,
-    /// What stands at mask rows; `None` if the model cannot draft.
+    /// What stands at mask rows; `None` if the model has no use for them.
     pub mask: Option<Mask>,
     /// Matrices, by [`MatrixId`].
     pub matrices: Vec<MatrixSpec>,
@@ -260,6 +260,14 @@ pub struct Program {
 }
 
 impl Program {
+    /// What the model can do beside plain next tokens. Diffusion needs a mask that is a token of the vocabulary: the
+    /// checkpoint's own.
+    #[must_use]
+    pub fn rules(&self) -> ModelRules {
+        let own_mask = matches!(self.mask, Some(Mask::Token(_)));
+        ModelRules { draft: self.draft, diffusion: self.arch.diffusion.filter(|_| own_mask), horizon: self.arch.horizon }
+    }
+
     /// Values per row of `act`.
     #[must_use]
     pub fn width(&self, act: Act) -> usize {

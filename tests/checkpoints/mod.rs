@@ -14,7 +14,7 @@ use serde_json::Value;
 pub const BACKENDS: [(&str, Backend); 3] = [("reference", Backend::Reference), ("cpu", Backend::Cpu), ("gpu", Backend::Gpu)];
 
 /// The golden checkpoints.
-pub const GOLDEN: [&str; 15] = [
+pub const GOLDEN: [&str; 17] = [
     "tiny-llama",
     "tiny-llama-tied",
     "tiny-llama-q4",
@@ -28,8 +28,10 @@ pub const GOLDEN: [&str; 15] = [
     "tiny-nemotron",
     "tiny-nemotron-base",
     "tiny-nemotron-trained",
+    "tiny-nemotron-q4",
     "tiny-setdlm",
     "tiny-setdlm-trained",
+    "tiny-setdlm-f16",
 ];
 
 /// A path in the repository.

@@ -12,6 +12,7 @@ that must fail.
     python tools/golden              write all checkpoints (about ten minutes on two cores)
     python tools/golden NAME ...     write only these
     python tools/golden --check      recompute the truth of the checkpoints on disk and compare it with theirs
+    python tools/golden --records    write the diffusion records of the checkpoints on disk, and nothing else
 
 A new family is an entry of FAMILIES in families.py; a new checkpoint is an entry of CHECKPOINTS in checkpoints.py.
 """
@@ -30,13 +31,15 @@ except ImportError as missing:
 
 from calls import drafted, greedy, packed, rows_of, run, target, two_call
 from checkpoints import CHECKPOINTS
+from diffusion import block_call, kept_call, most_a_call, record_of
 from files import read_checkpoint, write_checkpoint, write_json
-from judge import hold_against_transformers
+from judge import hold_against_transformers, hold_blocks_against_transformers
 from model import random_model
 from training import train
 
 OUT = pathlib.Path(__file__).resolve().parent.parent.parent / "tests" / "golden"
 VERIFY_WIDTH, DRAFT_WIDTH = 4, 7  # K and w of the packed call and of the schedules
+RECORDED = 24  # tokens of a text decoded by diffusion
 
 
 def questions(checkpoint, model, generator):
@@ -50,6 +53,61 @@ def questions(checkpoint, model, generator):
     ids = torch.randint(3, checkpoint.config["vocab_size"], (4, 13), generator=generator).tolist()
     draft = torch.randint(3, checkpoint.config["vocab_size"], (VERIFY_WIDTH,), generator=generator).tolist()
     return ids[0], draft, ids[:2]
+
+
+def record_prompts(checkpoint):
+    """Endless text for the prompts of the records: the toy text of trained checkpoints, else random ids."""
+    generator = torch.Generator().manual_seed(checkpoint.seed + 2000)
+    if checkpoint.trained:
+        text = "the gardener likes rain in spring. every morning the old sailor sings. so it goes on, d"
+        return [list(text.encode()), list(text[25:].encode()), list("every morning the baker ".encode())]
+    return torch.randint(3, checkpoint.config["vocab_size"], (3, 80), generator=generator).tolist()
+
+
+def records_of(checkpoint, model):
+    """diffusion.json: what decoding by diffusion does, call by call."""
+    texts = record_prompts(checkpoint)
+    records = []
+    for i, (settings, length) in enumerate(checkpoint.records):
+        records.append(record_of(model, texts[i % len(texts)][:length], RECORDED, settings))
+        last = records[-1]
+        most, calls = most_a_call(last), len(last["calls"])
+        gaps = f"{last['smallest_logit_gap']:.4f} {last['smallest_probability_gap']:.4f}"
+        shown = repr(bytes(t for t in last["tokens"] if t < 256).decode(errors="replace")) if checkpoint.trained else ""
+        print(f"  {settings}: {calls} calls, at most {most} a call, gaps {gaps} {shown}", flush=True)
+    return records
+
+
+def write_records(folder, checkpoint, model):
+    if checkpoint.records:
+        write_json(folder / "diffusion.json", {"mask_token": checkpoint.mask, "texts": records_of(checkpoint, model)})
+
+
+def truth_of_blocks(checkpoint, model):
+    """The truth of a family that does nothing but fill blocks."""
+    generator = torch.Generator().manual_seed(checkpoint.seed + 1000)
+    rule = model.family.diffusion
+    length = model.config[rule.length_field]
+    prompt, _, _ = questions(checkpoint, model, generator)
+    start = len(prompt) - len(prompt) % length
+    block = prompt[start:] + [None] * (length - len(prompt) % length)
+    calls = {"kept rows": kept_call(prompt, length), "a block": block_call(prompt[:start], block, length, model.mask)}
+    difference = hold_blocks_against_transformers(model, calls)
+    trace = {}
+    tensors = {"causal.logits": run(model, calls["kept rows"], trace)}
+    tensors |= {f"causal.{name}": value for name, value in trace.items()}
+    tensors["block.logits"] = run(model, calls["a block"])[start:]
+    manifest = {
+        "checkpoint": checkpoint.name,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "difference_from_transformers": difference,
+        "prompt": prompt,
+        "block_length": length,
+        "mask_token": checkpoint.mask,
+        "logit_range": (tensors["causal.logits"].max() - tensors["causal.logits"].min()).item(),
+    }
+    return manifest, {k: v.to(torch.float32).contiguous() for k, v in tensors.items()}
 
 
 def said(logits, call):
@@ -124,11 +182,14 @@ def build(checkpoint):
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write_checkpoint(folder, checkpoint, model)
-    manifest, tensors = truth_of(checkpoint, read_checkpoint(folder, checkpoint))
+    stored = read_checkpoint(folder, checkpoint)
+    truth = truth_of if model.family.drafts else truth_of_blocks
+    manifest, tensors = truth(checkpoint, stored)
     write_json(folder / "golden.json", manifest)
     save_file(tensors, folder / "golden.safetensors")
     print(f"  from transformers {manifest['difference_from_transformers']:.1e}")
-    for text in manifest["greedy"]:
+    write_records(folder, checkpoint, stored)
+    for text in manifest.get("greedy", []):
         calls = f"packed {text['packed']['calls']} calls, two-call {text['two_call']['calls']}"
         shown = repr(bytes(t for t in text["tokens"] if t < 256).decode(errors="replace")) if checkpoint.trained else ""
         print(f"  48 tokens: {calls}, closest choice {text['smallest_top2_gap']:.4f} {shown}", flush=True)
@@ -136,29 +197,41 @@ def build(checkpoint):
             print(f"  {text['packed']['per_call']}", flush=True)
 
 
+def records(checkpoint):
+    print(checkpoint.name, flush=True)
+    folder = OUT / checkpoint.name
+    write_records(folder, checkpoint, read_checkpoint(folder, checkpoint))
+
+
 def check(checkpoint):
     folder = OUT / checkpoint.name
-    manifest, tensors = truth_of(checkpoint, read_checkpoint(folder, checkpoint))
+    model = read_checkpoint(folder, checkpoint)
+    truth = truth_of if model.family.drafts else truth_of_blocks
+    manifest, tensors = truth(checkpoint, model)
     stored = load_file(folder / "golden.safetensors")
     assert stored.keys() == tensors.keys()
     for name, value in stored.items():
         torch.testing.assert_close(tensors[name], value, atol=1e-6, rtol=0, msg=f"{checkpoint.name}: {name}")
     stored = json.loads((folder / "golden.json").read_text())
-    for key in ("prompt", "draft"):
-        assert manifest[key] == stored[key], f"{checkpoint.name}: {key}"
-    assert [t["tokens"] for t in manifest["greedy"]] == [t["tokens"] for t in stored["greedy"]]
+    for key in ("prompt", "draft", "block_length"):
+        assert manifest.get(key) == stored.get(key), f"{checkpoint.name}: {key}"
+    assert [t["tokens"] for t in manifest.get("greedy", [])] == [t["tokens"] for t in stored.get("greedy", [])]
+    if checkpoint.records:
+        records = json.loads((folder / "diffusion.json").read_text())["texts"]
+        assert [r["tokens"] for r in records_of(checkpoint, model)] == [r["tokens"] for r in records]
     print(f"{checkpoint.name}: as stored")
 
 
 def main():
     torch.set_num_threads(1)  # the products are tiny
-    arguments = [a for a in sys.argv[1:] if a != "--check"]
+    arguments = [a for a in sys.argv[1:] if a not in ("--check", "--records")]
     known = {c.name: c for c in CHECKPOINTS}
     unknown = [a for a in arguments if a not in known]
     if unknown:
         sys.exit(f"no checkpoint named {', '.join(unknown)}; there are {', '.join(known)}")
+    task = check if "--check" in sys.argv else records if "--records" in sys.argv else build
     for name in arguments or known:
-        (check if "--check" in sys.argv else build)(known[name])
+        task(known[name])
 
 
 if __name__ == "__main__":

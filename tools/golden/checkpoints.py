@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from diffusion import Settings
+
 END, FIM_MIDDLE = 256, 257  # special tokens of the byte tokenizer
 
 
@@ -18,6 +20,7 @@ class Checkpoint:
     trained: bool = False
     far: tuple = ()  # positions of the rows of `far.logits`, rising
     mask: int | None = None  # the mask token; where config.json does not name it, the tokenizer does
+    records: tuple = ()  # texts decoded by diffusion: (settings, tokens of the prompt)
 
 
 def sizes(vocab, hidden, layers, heads, kv_heads, head_dim, ffn, tied, **more):
@@ -148,6 +151,7 @@ CHECKPOINTS = [
         adapter_alpha=16,
         far=LONG,
         mask=100,
+        records=((Settings(), 13), (Settings(threshold=0.3), 8), (Settings(length=5, steps=2), 11)),
     ),
     # The published 3B base differs from its instruct model: a short context, and a factor that compresses.
     Checkpoint(
@@ -186,8 +190,21 @@ CHECKPOINTS = [
         adapter_alpha=32,
         trained=True,
         mask=FIM_MIDDLE,
+        records=(
+            (Settings(), 40),
+            (Settings(length=12, threshold=0.6), 33),
+            (Settings(length=6, steps=3), 24),
+            (Settings(threshold=0.8, steps=2), 41),
+        ),
     ),
-    Checkpoint("tiny-setdlm", "setdlm", 33, small(tied=True, rope_theta=1000000.0, mask_token_id=100), mask=100),
+    Checkpoint(
+        "tiny-setdlm",
+        "setdlm",
+        33,
+        small(tied=True, rope_theta=1000000.0, mask_token_id=100),
+        mask=100,
+        records=((Settings(), 13), (Settings(length=6, threshold=0.3), 9)),
+    ),
     # Trained in shuffled orders; says of itself only that it is Qwen3, and leaves its mask to the tokenizer.
     Checkpoint(
         "tiny-setdlm-trained",
@@ -197,5 +214,93 @@ CHECKPOINTS = [
         | {"rope_theta": 1000000.0, "architectures": ["CustomQwen3ForCausalLM"], "model_type": "qwen3"},
         trained=True,
         mask=FIM_MIDDLE,
+        records=((Settings(), 40), (Settings(length=8, threshold=0.7), 33), (Settings(length=5, threshold=1.5), 24)),
+    ),
+    # Half precision and groups of two families with a mask token: an output head of its own, and a tied one.
+    Checkpoint(
+        "tiny-nemotron-q4",
+        "nemotron_labs_diffusion",
+        35,
+        without(
+            sizes(
+                211,
+                64,
+                2,
+                6,
+                2,
+                16,
+                96,
+                tied=False,
+                max_position_embeddings=262144,
+                rope_parameters=yarn(1e6, 16.0),
+                mask_token_id=100,
+            ),
+            "rope_theta",
+        ),
+        dtype="bf16",
+        quantization={"group_size": 32, "bits": 4, "encoder.embed_tokens": {"group_size": 32, "bits": 8}},
+        adapter_alpha=16,
+        mask=100,
+        records=((Settings(threshold=0.3), 13),),
+    ),
+    Checkpoint(
+        "tiny-setdlm-f16",
+        "setdlm",
+        36,
+        sizes(211, 48, 2, 6, 2, 16, 72, tied=True, rope_theta=1000000.0, mask_token_id=100),
+        dtype="f16",
+        mask=100,
+        records=((Settings(length=6, threshold=0.3), 13),),
+    ),
+    # Families that fill blocks and do nothing else: trained, and in groups or halves.
+    Checkpoint(
+        "tiny-sdar-trained",
+        "sdar",
+        37,
+        sizes(263, 48, 3, 6, 2, 16, 96, tied=False, bos_token_id=END, eos_token_id=END)
+        | {"rope_theta": 1000000.0, "mask_token_id": FIM_MIDDLE},
+        trained=True,
+        mask=FIM_MIDDLE,
+        records=(
+            (Settings(), 41),
+            (Settings(threshold=0.5), 32),
+            (Settings(threshold=0.95, steps=2), 23),
+            (Settings(steps=3), 3),
+        ),
+    ),
+    Checkpoint(
+        "tiny-sdar-q8",
+        "sdar",
+        38,
+        sizes(211, 64, 2, 8, 2, 16, 128, tied=True, rope_theta=1000000.0, mask_token_id=100),
+        dtype="f16",
+        quantization={"group_size": 64, "bits": 8, "model.embed_tokens": {"group_size": 32, "bits": 8}}
+        | {f"model.layers.{i}.mlp.down_proj": {"group_size": 32, "bits": 4} for i in range(2)},
+        mask=100,
+        records=((Settings(length=8, threshold=0.3), 13),),
+    ),
+    Checkpoint(
+        "tiny-fast-dllm-trained",
+        "fast_dllm",
+        39,
+        sizes(263, 48, 3, 6, 2, 16, 96, tied=True, bos_token_id=END, eos_token_id=END)
+        | {"rope_theta": 1000000.0, "mask_token_id": FIM_MIDDLE},
+        trained=True,
+        mask=FIM_MIDDLE,
+        records=(
+            (Settings(), 41),
+            (Settings(threshold=0.5), 32),
+            (Settings(length=8, threshold=0.7), 24),
+            (Settings(threshold=1.0), 9),
+        ),
+    ),
+    Checkpoint(
+        "tiny-fast-dllm-f16",
+        "fast_dllm",
+        40,
+        sizes(211, 48, 2, 6, 2, 16, 72, tied=False, rope_theta=1000000.0, mask_token_id=100),
+        dtype="f16",
+        mask=100,
+        records=((Settings(threshold=0.3), 13),),
     ),
 ]

@@ -6,6 +6,18 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 @dataclasses.dataclass(frozen=True)
+class Diffusion:
+    """How a family decodes by diffusion (diffusion.py says what the layouts are)."""
+
+    layout: str
+    length: int
+    threshold: float
+    length_field: str | None = None  # the config entry that holds the block length
+    sub_block: int | None = None  # blocks are filled in parts of so many positions
+    strict: bool = False  # a probability equal to the threshold is not enough
+
+
+@dataclasses.dataclass(frozen=True)
 class Family:
     """Names and row rules of a model family, and the transformers class that judges `forward`."""
 
@@ -23,6 +35,8 @@ class Family:
     mask_embedding: bool = True  # the adapter has a learned mask; else the mask is `mask_token_id` and is never chosen
     qkv_bias: bool = False
     qk_norm: bool = False
+    diffusion: Diffusion | None = None
+    drafts: bool = True  # else it fills blocks and does nothing else
 
     @property
     def first_row(self):
@@ -85,6 +99,7 @@ FAMILIES = {
         adapter_modules=("o_proj",),
         adapter_folder="linear_spec_lora",
         mask_embedding=False,
+        diffusion=Diffusion("seeded", 32, 0.9, "block_size"),
     ),
     # Its block is Qwen3's.
     "setdlm": Family(
@@ -99,5 +114,30 @@ FAMILIES = {
         adapter_modules=(),
         mask_embedding=False,
         qk_norm=True,
+        diffusion=Diffusion("window", 4, 0.9),
+    ),
+    # Its block is Qwen3's.
+    "sdar": Family(
+        config("SDARForCausalLM", "sdar", attention_bias=False, block_size=4),
+        reference="Qwen3",
+        logit_shift=0,
+        adapter_modules=(),
+        mask_embedding=False,
+        qk_norm=True,
+        diffusion=Diffusion("aligned", 4, 0.85, "block_size", strict=True),
+        drafts=False,
+        **PLAIN,
+    ),
+    # Its block is Qwen2's.
+    "fast_dllm": Family(
+        config("Fast_dLLM_QwenForCausalLM", "Fast_dLLM_Qwen", bd_size=16),
+        reference="Qwen2",
+        logit_shift=1,
+        adapter_modules=(),
+        mask_embedding=False,
+        qkv_bias=True,
+        diffusion=Diffusion("aligned", 32, 0.9, "bd_size", sub_block=8, strict=True),
+        drafts=False,
+        **PLAIN,
     ),
 }

@@ -1,5 +1,6 @@
 """transformers' own model class in float64, held against `model.forward`."""
 
+import dataclasses
 import math
 
 import torch
@@ -14,7 +15,7 @@ BOUND = 2e-5
 def reference(model, merged):
     """transformers' model with these weights in float64; `merged` adds the adapter to the linears."""
     family = model.family
-    ours = ("architectures", "model_type", "mask_token_id", "dlm_paradigm", "block_size", "use_cache")
+    ours = ("architectures", "model_type", "mask_token_id", "dlm_paradigm", "block_size", "bd_size", "use_cache")
     config = getattr(transformers, f"{family.reference}Config")(
         **{k: v for k, v in model.config.items() if k not in ours}, pad_token_id=None, attn_implementation="eager"
     )
@@ -99,6 +100,18 @@ def judged(model, call, exact=False):
 
 def distance(ours, theirs):
     return ((ours - theirs).abs().max() / (theirs.max() - theirs.min())).item()
+
+
+def hold_blocks_against_transformers(model, calls):
+    """The same for the calls of a family that does nothing but fill blocks: name -> call."""
+    found = []
+    for what, call in calls.items():
+        theirs = judged(model, call)
+        found.append(distance(run(model, call), theirs))
+        assert found[-1] < BOUND, f"{what} differ from transformers by {found[-1]}"
+        causal = dataclasses.replace(call, sees=torch.ones_like(call.sees).tril())
+        assert distance(run(model, causal), theirs) > 100 * BOUND, "control: what rows see of their block matters"
+    return max(found)
 
 
 def hold_against_transformers(model, tokens, draft, width, far):

@@ -124,6 +124,29 @@ def set_loss(model, ids, reach, generator):
     return entropy(logits.flatten(0, 1), ids.flatten())
 
 
+def aligned_loss(model, ids, length, generator):
+    """Aligned blocks with some tokens masked, behind the clean tokens of the blocks before; a clean block's rows see their
+    block. Without a shift every masked position has its own row's word; with a shift the row before it has, and the first of
+    a block that of the clean row before."""
+    ids, shift = ids[:, :LENGTH], model.family.logit_shift
+    block = POSITIONS // length
+    rate = torch.rand(len(ids), LENGTH // length, generator=generator).repeat_interleave(length, 1)
+    masked = torch.rand(ids.shape, generator=generator) < rate
+    sees = torch.zeros(2 * LENGTH, 2 * LENGTH, dtype=torch.bool)
+    sees[:LENGTH, :LENGTH] = block[:, None] >= block[None]
+    sees[LENGTH:, :LENGTH] = block[:, None] > block[None]
+    sees[LENGTH:, LENGTH:] = block[:, None] == block[None]
+    tokens = torch.cat([ids, torch.where(masked, MASK, ids)], 1)
+    logits = forward(model, tokens, POSITIONS.repeat(2), sees, NO_ADAPTER.repeat(2))
+    clean, noisy = logits[:, :LENGTH], logits[:, LENGTH:]
+    says = noisy
+    if shift:
+        before = torch.where((POSITIONS % length == 0)[:, None], clean.roll(1, 1), noisy.roll(1, 1))
+        says = before[:, 1:]
+        masked, ids = (masked | (POSITIONS % length == 0))[:, 1:], ids[:, 1:]
+    return entropy(says[masked], ids[masked])
+
+
 def own_text(model, text):
     """The model's own continuations, half of them greedy, half sampled."""
     with torch.no_grad():
@@ -149,7 +172,11 @@ def train(model, width, generator):
         value.requires_grad_(True)
     text = Text(toy_text(generator, 120_000), generator)
     weights, family = list(model.weights.values()), model.family
-    if family.mask_verify:
+    if not family.drafts:
+        length = model.config[family.diffusion.length_field]
+        loss = lambda _: aligned_loss(model, text.windows(16, LENGTH), length, generator)
+        learn(weights, 900, 6e-3, loss, "model, aligned blocks")
+    elif family.mask_verify:
         loss = lambda _: set_loss(model, text.windows(16, LENGTH), width, generator)
         learn(weights, 900, 6e-3, loss, "model, in shuffled orders")
     elif family.mask_embedding:
