@@ -245,6 +245,8 @@ async fn open(options: &LoadOptions, checkpoint: &Checkpoint, context: u32, half
 fn usual_widths(checkpoint: &Checkpoint, model: &GpuModel) -> Vec<usize> {
     let most = match ScheduleOptions::default().resolve(checkpoint.program.rules(), &model.geometry()) {
         Ok(Resolved::Drafting { verify_width, draft_width, .. }) => (verify_width + draft_width + 2) as usize,
+        // A block beside the rows of the one before.
+        Ok(Resolved::Diffusion { block_length, .. }) => 2 * block_length as usize,
         _ => 1,
     };
     (1..=most).collect()

@@ -30,6 +30,23 @@ export async function runRequests(page, source, options, requests) {
   );
 }
 
+test('golden: tiny-sdar-trained, CPU: block diffusion gives the record\'s ids, and its options arrive', async () => {
+  const { texts } = JSON.parse(fs.readFileSync(path.join(GOLDEN, 'tiny-sdar-trained', 'diffusion.json'), 'utf8'));
+  const clear = texts.filter((text) => text.smallest_logit_gap > CLOSE.f32 && text.smallest_probability_gap > CLOSE.f32);
+  assert.ok(clear.some((text) => text.threshold !== null), 'no text with options of its own is clear enough');
+  const page = await blankPage('flagless');
+  const option = (value) => value ?? undefined;
+  const requests = clear.map(({ prompt, tokens, block_length: blockLength, threshold, steps }) => [
+    { tokens: prompt },
+    { maxTokens: tokens.length, ignoreEos: true, schedule: 'block-diffusion', blockLength: option(blockLength), threshold: option(threshold), steps: option(steps) },
+  ]);
+  const { info, results } = await runRequests(page, '/tests/golden/tiny-sdar-trained/', { precision: 'f32', backend: 'cpu' }, requests);
+  assert.equal(info.defaultSchedule, 'block-diffusion');
+  for (const [i, { tokens }] of clear.entries()) assert.deepEqual(results[i].tokens, tokens);
+  assert.ok(results[0].calls < results[0].tokens.length, 'several tokens a call');
+  assert.deepEqual(page.errors, []);
+}, { seconds: 180 });
+
 for (const [browser, precision, backend] of [['stock', 'f32', 'webgpu'], ['lavapipe', 'auto', 'webgpu'], ['flagless', 'auto', 'cpu']]) {
   for (const name of CHECKPOINTS) {
     test(`golden: ${name}, ${backend === 'cpu' ? 'CPU' : browser}, precision ${precision}: every schedule gives the reference's ids`, async () => {
