@@ -211,6 +211,13 @@ def main():
     nemotron |= {k: v for k, v in json.loads(config()).items() if k not in ("model_type", "tie_word_embeddings", "rms_norm_eps")}
     nemotron |= {"mask_token_id": 5, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
     write("checkpoint", "nemotron", container({"config.json": json.dumps(nemotron), "model.safetensors": safetensors(diffusion)}))
+    at = "backbone.model.model."
+    norms = {f"{at}layers.0.self_attn.{part}_norm.weight": ("F16", [2]) for part in "qk"}
+    named = {"architectures": ["SetDLM"], "length": 64, "mask_token_id": None,
+             "backbone_config": {"_target_": "backbone_automodel.AutoModelFromPreTrained", "config": {"rms_norm_eps": 1e-6}},
+             "noise_config": {"desired_block_size": 4}, "tokenization_config": {"mask_token_id": 5, "eos_token_id": 1}}
+    write("checkpoint", "setdlm-nested", container({
+        "config.json": json.dumps(named), "model.safetensors": safetensors(layers(1, 4, 6, 2, 1, 2, "F16", at) | norms)}))
 
 
 main()
