@@ -13,6 +13,9 @@ pub enum Error {
     /// Bytes could not be had: a missing file, a refused request, a short read.
     #[error("{0}")]
     Fetch(String),
+    /// Bytes could not be had from a server; says from which address.
+    #[error("{}", .0.message)]
+    Http(Box<HttpFailure>),
     /// `config.json`, an index or an adapter's config is missing a field, or says something impossible or unknown.
     #[error("{0}")]
     BadConfig(String),
@@ -42,13 +45,28 @@ pub enum Error {
     Internal(String),
 }
 
+/// What is known of a request that failed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HttpFailure {
+    /// The readable sentence.
+    pub message: String,
+    /// The file, as the checkpoint names it.
+    pub file: String,
+    /// Its address.
+    pub url: String,
+    /// The HTTP status, where there was an answer.
+    pub status: Option<u16>,
+    /// Whether there is no such file.
+    pub missing: bool,
+}
+
 impl Error {
     /// The stable name of the failure's kind, as TypeScript sees it in `ForecallError.code`.
     #[must_use]
     pub fn code(&self) -> &'static str {
         match self {
             Self::Unsupported(_) => "Unsupported",
-            Self::Fetch(_) => "Fetch",
+            Self::Fetch(_) | Self::Http(_) => "Fetch",
             Self::BadConfig(_) => "BadConfig",
             Self::BadWeights(_) => "BadWeights",
             Self::BadTokenizer(_) => "BadTokenizer",

@@ -4,6 +4,7 @@ pub mod cpu;
 pub mod decode;
 pub mod engine;
 pub mod error;
+pub mod fetch;
 pub mod gpu;
 pub mod kernels;
 pub mod model;

@@ -5,35 +5,73 @@
 //! module names a function with [`on_panic`] that hears of it.
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::ops::Range;
+use std::time::Duration;
 
 use js_sys::{Function, Object, Reflect, Uint8Array};
 use serde::Deserialize;
 use serde_json::json;
 use wasm_bindgen::prelude::*;
 
-use crate::engine::{self, Backend, Generate, LoadOptions, Model, Precision, Prompt, Sources};
-use crate::error::{Error, Result};
+use crate::engine::{self, Backend, Generate, LoadOptions, Model, Precision, Prompt, Quantize, Sources};
+use crate::error::{Error, HttpFailure, Result};
+use crate::fetch::http_source::{HttpOptions, HttpSource};
+use crate::fetch::locator::Locator;
+use crate::fetch::transport::{Answer, Body, Failure, Transport};
 use crate::gpu::device::DeviceOptions;
 use crate::model::load::AdapterFrom;
 use crate::text::chat_template::ChatRequest;
-use crate::weights::source::ByteSource;
+use crate::weights::source::{ByteSource, Either};
+
+type Thrown<T> = std::result::Result<T, JsValue>;
 
 #[wasm_bindgen]
 extern "C" {
-    /// `ByteSource` of the npm package: `size(file) -> Promise<number | null>`, `read(file, start, end) -> Promise<Uint8Array>`.
+    /// `EngineIo` of the npm package: what the page lends.
+    pub type JsIo;
+
+    #[wasm_bindgen(method, catch)]
+    async fn get(this: &JsIo, url: &str, headers_json: &str) -> Thrown<JsValue>;
+
+    #[wasm_bindgen(method, catch)]
+    async fn sleep(this: &JsIo, milliseconds: f64) -> Thrown<JsValue>;
+
+    #[wasm_bindgen(method, getter)]
+    fn picked(this: &JsIo) -> Option<JsByteSource>;
+
+    #[wasm_bindgen(method, getter, js_name = pickedAdapter)]
+    fn picked_adapter(this: &JsIo) -> Option<JsByteSource>;
+
+    /// `EngineResponse` of the npm package: an answer whose body is read piece by piece.
+    #[derive(Debug)]
+    pub type JsResponse;
+
+    #[wasm_bindgen(method, getter)]
+    fn status(this: &JsResponse) -> u16;
+
+    #[wasm_bindgen(method, getter, js_name = headersJson)]
+    fn headers_json(this: &JsResponse) -> String;
+
+    #[wasm_bindgen(method, catch)]
+    async fn next(this: &JsResponse) -> Thrown<JsValue>;
+
+    #[wasm_bindgen(method, catch)]
+    fn cancel(this: &JsResponse) -> Thrown<JsValue>;
+
+    /// Files the user picked: `size(file) -> Promise<number | null>`, `read(file, start, end) -> Promise<Uint8Array>`.
     pub type JsByteSource;
 
     #[wasm_bindgen(method, catch)]
-    async fn size(this: &JsByteSource, file: &str) -> std::result::Result<JsValue, JsValue>;
+    async fn size(this: &JsByteSource, file: &str) -> Thrown<JsValue>;
 
     #[wasm_bindgen(method, catch)]
-    async fn read(this: &JsByteSource, file: &str, start: f64, end: f64) -> std::result::Result<JsValue, JsValue>;
+    async fn read(this: &JsByteSource, file: &str, start: f64, end: f64) -> Thrown<JsValue>;
 }
 
 impl ByteSource for JsByteSource {
     async fn size(&mut self, file: &str) -> Result<Option<u64>> {
-        let size = JsByteSource::size(self, file).await.map_err(|e| fetch_error(file, &e))?;
+        let size = JsByteSource::size(self, file).await.map_err(|e| picked_error(file, &e))?;
         match size.as_f64() {
             Some(bytes) if bytes >= 0.0 => Ok(Some(bytes as u64)),
             Some(bytes) => Err(Error::Internal(format!("{file}: the page says it has {bytes} bytes"))),
@@ -44,26 +82,90 @@ impl ByteSource for JsByteSource {
     async fn read(&mut self, file: &str, range: Range<u64>) -> Result<Vec<u8>> {
         // Exact: offsets stay far below 2^53.
         let bytes = JsByteSource::read(self, file, range.start as f64, range.end as f64).await;
-        let bytes = bytes.map_err(|e| fetch_error(file, &e))?;
-        bytes
-            .dyn_ref::<Uint8Array>()
-            .map(Uint8Array::to_vec)
+        bytes_of(&bytes.map_err(|e| picked_error(file, &e))?)
             .ok_or_else(|| Error::Internal(format!("{file}: the page answered a read with something other than bytes")))
     }
 }
 
-/// The page's words, which name the file already.
-fn fetch_error(file: &str, thrown: &JsValue) -> Error {
-    let message = Reflect::get(thrown, &"message".into()).ok().and_then(|m| m.as_string());
-    Error::Fetch(message.unwrap_or_else(|| format!("{file} could not be read")))
+/// Requests by the page's `fetch`, whose browser sees to redirects and to what is sent where.
+struct JsTransport(JsIo);
+
+impl Transport for JsTransport {
+    type Body = JsBody;
+
+    async fn get(
+        &self,
+        url: &str,
+        headers: &[(String, String)],
+        private: &[(String, String)],
+    ) -> std::result::Result<Answer<JsBody>, Failure> {
+        let headers: BTreeMap<&str, &str> = private.iter().chain(headers).map(|(k, v)| (k.as_str(), v.as_str())).collect();
+        let response = self.0.get(url, &json!(headers).to_string()).await.map_err(|e| failure(&e))?;
+        let response: JsResponse = response.unchecked_into();
+        let headers: BTreeMap<String, String> = serde_json::from_str(&response.headers_json()).unwrap_or_default();
+        Ok(Answer { status: response.status(), headers: headers.into_iter().collect(), body: JsBody(response) })
+    }
+
+    async fn pause(&self, time: Duration) -> std::result::Result<(), Failure> {
+        self.0.sleep(time.as_secs_f64() * 1000.0).await.map(drop).map_err(|e| failure(&e))
+    }
 }
 
-/// `{ code, message }`.
+/// A body; the page is told when nobody wants more of it.
+#[derive(Debug)]
+struct JsBody(JsResponse);
+
+impl Body for JsBody {
+    async fn next(&mut self) -> std::result::Result<Option<Vec<u8>>, Failure> {
+        self.0.next().await.map(|bytes| bytes_of(&bytes)).map_err(|e| failure(&e))
+    }
+}
+
+impl Drop for JsBody {
+    fn drop(&mut self) {
+        // What cannot be cancelled has ended.
+        let _ = self.0.cancel();
+    }
+}
+
+fn bytes_of(value: &JsValue) -> Option<Vec<u8>> {
+    value.dyn_ref::<Uint8Array>().map(Uint8Array::to_vec)
+}
+
+fn text_of(thrown: &JsValue, key: &str) -> Option<String> {
+    Reflect::get(thrown, &key.into()).ok().and_then(|value| value.as_string())
+}
+
+/// An `AbortError` is the caller's wish; anything else is the network.
+fn failure(thrown: &JsValue) -> Failure {
+    match text_of(thrown, "name").as_deref() {
+        Some("AbortError") => Failure::Stopped,
+        _ => Failure::Broken(text_of(thrown, "message").unwrap_or_else(|| "no answer".into())),
+    }
+}
+
+/// The page's words, which name the file already.
+fn picked_error(file: &str, thrown: &JsValue) -> Error {
+    Error::Fetch(text_of(thrown, "message").unwrap_or_else(|| format!("{file} could not be read")))
+}
+
+/// `{ code, message }`, and of a request that failed `{ file, url, status, missing }`.
 fn to_js(error: &Error) -> JsValue {
     let object = Object::new();
-    for (key, value) in [("code", error.code().to_owned()), ("message", error.to_string())] {
-        // Setting a property of a fresh object cannot fail.
-        let _ = Reflect::set(&object, &key.into(), &value.into());
+    // Setting a property of a fresh object cannot fail.
+    let set = |key: &str, value: JsValue| drop(Reflect::set(&object, &key.into(), &value));
+    set("code", error.code().into());
+    set("message", error.to_string().into());
+    if let Error::Http(failure) = error {
+        let HttpFailure { file, url, status, missing, .. } = failure.as_ref();
+        set("file", file.into());
+        set("url", url.into());
+        if let Some(status) = status {
+            set("status", (*status).into());
+        }
+        if *missing {
+            set("missing", true.into());
+        }
     }
     object.into()
 }
@@ -98,11 +200,71 @@ pub fn on_panic(hear: Function) {
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 struct WebLoadOptions {
+    source: WebPlace,
+    drafter: WebDrafter,
     precision: String,
+    quantize: Option<WebQuantize>,
     context_length: Option<usize>,
     backend: String,
     adapter: WebAdapter,
-    drafter: DrafterPlace,
+    #[allow(dead_code)]
+    store: bool,
+    #[allow(dead_code)]
+    limits: Option<serde_json::Value>,
+    #[allow(dead_code)]
+    quota: Option<serde_json::Value>,
+}
+
+#[derive(Deserialize, Clone, Copy)]
+#[serde(rename_all = "lowercase")]
+enum WebQuantize {
+    Q4,
+    Q8,
+}
+
+/// Where files are.
+#[derive(Deserialize)]
+#[serde(tag = "kind", rename_all = "lowercase", rename_all_fields = "camelCase", deny_unknown_fields)]
+enum WebPlace {
+    /// At an address or in a repository.
+    Remote { location: String, revision: Option<String>, hub_url: Option<String>, headers: BTreeMap<String, String> },
+    /// On the user's disk.
+    Files,
+}
+
+/// Where the draft adapter is.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum WebDrafter {
+    /// `auto`: beside the weights, if at all; `none`: not wanted.
+    Word(WebDrafterWord),
+    /// At a place of its own.
+    Place(WebPlace),
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum WebDrafterWord {
+    Auto,
+    None,
+}
+
+type WebSource = Either<HttpSource<JsTransport>, JsByteSource>;
+
+impl WebPlace {
+    fn open(self, io: &JsIo, picked: Option<JsByteSource>) -> Result<WebSource> {
+        match self {
+            Self::Files => {
+                picked.map(Either::Right).ok_or_else(|| Error::Internal("the page announced files and gave none".into()))
+            }
+            Self::Remote { location, revision, hub_url, headers } => {
+                let locator = Locator::parse(&location, revision.as_deref(), hub_url.as_deref())?;
+                let options = HttpOptions { headers: headers.into_iter().collect(), ..HttpOptions::default() };
+                let io: JsIo = JsValue::from(io).unchecked_into();
+                Ok(Either::Left(HttpSource::new(JsTransport(io), locator, options)))
+            }
+        }
+    }
 }
 
 /// What only the page can see of the WebGPU adapter.
@@ -112,18 +274,6 @@ struct WebAdapter {
     subgroups: bool,
     subgroup_sizes: (u32, u32),
     software: bool,
-}
-
-/// Where the draft adapter is.
-#[derive(Deserialize)]
-#[serde(rename_all = "lowercase")]
-enum DrafterPlace {
-    /// Beside the weights, if at all.
-    Auto,
-    /// Not wanted.
-    None,
-    /// At the source handed over.
-    Source,
 }
 
 /// `GenerateRequest` of the npm package.
@@ -173,30 +323,25 @@ impl From<WebGenerate> for Generate {
     }
 }
 
-/// Loads a model. `on_event` hears of progress, as JSON `{ phase, done, total }`.
+/// Loads a model. `on_event` hears of progress and warnings, as JSON by [`engine::LoadEvent::to_json`], and stops the
+/// loading by returning `false`.
 ///
 /// # Errors
 /// `{ code, message }`, by [`engine::Model::load`].
 #[wasm_bindgen]
-pub async fn load(
-    options_json: String,
-    checkpoint: JsByteSource,
-    drafter: Option<JsByteSource>,
-    on_event: Function,
-) -> std::result::Result<WebModel, JsValue> {
-    load_model(&options_json, checkpoint, drafter, &on_event).await.map(|model| WebModel { model }).map_err(|e| to_js(&e))
+pub async fn load(options_json: String, io: JsIo, on_event: Function) -> Thrown<WebModel> {
+    load_model(&options_json, &io, &on_event).await.map(|model| WebModel { model }).map_err(|e| to_js(&e))
 }
 
-async fn load_model(
-    options_json: &str,
-    checkpoint: JsByteSource,
-    drafter: Option<JsByteSource>,
-    on_event: &Function,
-) -> Result<Model> {
+fn open(options_json: &str, io: &JsIo) -> Result<(Sources<WebSource>, LoadOptions)> {
     let web: WebLoadOptions = from_json(options_json, "load")?;
     let options = LoadOptions {
         backend: web.backend.parse::<Backend>()?,
         precision: web.precision.parse::<Precision>()?,
+        quantize: web.quantize.map(|quantize| match quantize {
+            WebQuantize::Q4 => Quantize::Q4,
+            WebQuantize::Q8 => Quantize::Q8,
+        }),
         context_length: web.context_length,
         gpu: DeviceOptions {
             web_subgroups: web.adapter.subgroups,
@@ -204,18 +349,21 @@ async fn load_model(
             web_software: web.adapter.software,
             plain: false,
         },
-        ..LoadOptions::default()
     };
-    let adapter = match (web.drafter, drafter) {
-        (DrafterPlace::Auto, _) => AdapterFrom::Auto,
-        (DrafterPlace::None, _) => AdapterFrom::None,
-        (DrafterPlace::Source, Some(source)) => AdapterFrom::Source(source),
-        (DrafterPlace::Source, None) => return Err(Error::Internal("the page announced an adapter and handed none over".into())),
+    let adapter = match web.drafter {
+        WebDrafter::Word(WebDrafterWord::Auto) => AdapterFrom::Auto,
+        WebDrafter::Word(WebDrafterWord::None) => AdapterFrom::None,
+        WebDrafter::Place(place) => AdapterFrom::Source(place.open(io, io.picked_adapter())?),
     };
-    let mut sources = Sources { base: checkpoint, adapter };
+    Ok((Sources { base: web.source.open(io, io.picked())?, adapter }, options))
+}
+
+async fn load_model(options_json: &str, io: &JsIo, on_event: &Function) -> Result<Model> {
+    let (mut sources, options) = open(options_json, io)?;
     let mut tell = |event: engine::LoadEvent| {
-        let event = json!({ "phase": event.phase.name(), "done": event.done, "total": event.total });
-        on_event.call1(&JsValue::NULL, &event.to_string().into()).is_ok()
+        // A page whose listener throws wants no more.
+        let heard = on_event.call1(&JsValue::NULL, &event.to_json().to_string().into());
+        heard.is_ok_and(|go_on| go_on.as_bool() != Some(false))
     };
     Model::load(&mut sources, &options, &mut tell).await
 }
@@ -239,7 +387,7 @@ impl WebModel {
     ///
     /// # Errors
     /// `{ code, message }`, by [`engine::Model::generate`].
-    pub async fn generate(&mut self, request_json: String, on_part: Function) -> std::result::Result<String, JsValue> {
+    pub async fn generate(&mut self, request_json: String, on_part: Function) -> Thrown<String> {
         self.run(&request_json, &on_part).await.map_err(|e| to_js(&e))
     }
 
@@ -266,7 +414,7 @@ impl WebModel {
     ///
     /// # Errors
     /// `{ code, message }`, by [`engine::Model::measure_rows`].
-    pub async fn measure(&mut self, rows: Vec<usize>, rounds: usize) -> std::result::Result<String, JsValue> {
+    pub async fn measure(&mut self, rows: Vec<usize>, rounds: usize) -> Thrown<String> {
         self.model.measure_rows_json(&rows, rounds).await.map(|table| table.to_string()).map_err(|e| to_js(&e))
     }
 

@@ -1,7 +1,10 @@
 //! From a checkpoint's files to a model that runs.
 
+use std::cell::{Cell, RefCell};
 use std::fmt;
+use std::rc::Rc;
 use std::sync::Arc;
+use std::task::Poll;
 
 use super::calls::Calls;
 use super::info::Facts;
@@ -18,7 +21,7 @@ use crate::text::chat_template::{ChatTemplate, TokenizerConfig};
 use crate::text::{TextError, Tokenizer};
 use crate::weights::packed::Format;
 use crate::weights::plan::PlainFormat;
-use crate::weights::source::ByteSource;
+use crate::weights::source::{ByteSource, Traffic, Warning};
 
 /// What runs the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -105,10 +108,12 @@ pub struct LoadOptions {
 /// What loading is busy with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Phase {
-    /// Configs, tokenizer and headers.
+    /// Configs, tokenizer and headers; counted in bytes from the network.
     Config,
-    /// Weights: fetched, packed and handed to the backend; counted in bytes.
-    Weights,
+    /// Weights that come from the network, in bytes of this loading.
+    Download,
+    /// Weights that are handed to the backend, in bytes of the checkpoint. Goes on side by side with the download.
+    Upload,
     /// GPU pipelines; counted in pipelines.
     Compile,
     /// Done.
@@ -116,12 +121,13 @@ pub enum Phase {
 }
 
 impl Phase {
-    /// The name that events carry: `config`, `weights`, `compile`, `ready`.
+    /// The name that events carry: `config`, `download`, `upload`, `compile`, `ready`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
             Self::Config => "config",
-            Self::Weights => "weights",
+            Self::Download => "download",
+            Self::Upload => "upload",
             Self::Compile => "compile",
             Self::Ready => "ready",
         }
@@ -129,24 +135,99 @@ impl Phase {
 }
 
 /// How far loading is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct LoadEvent {
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Progress {
     /// What it is busy with.
     pub phase: Phase,
+    /// The file that bytes came from last.
+    pub file: Option<String>,
     /// Bytes or pipelines done.
     pub done: u64,
     /// Bytes or pipelines in all; 0 while not known.
     pub total: u64,
 }
 
+/// What is told of loading.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum LoadEvent {
+    /// How far it is.
+    Progress(Progress),
+    /// Something that does not stop it.
+    Warning(Warning),
+}
+
+impl LoadEvent {
+    fn progress(phase: Phase, done: u64, total: u64) -> Self {
+        Self::Progress(Progress { phase, file: None, done, total })
+    }
+
+    /// The event as the npm package hears it: `{ phase, file, done, total }` or `{ warning: { code, message } }`.
+    #[must_use]
+    pub fn to_json(&self) -> serde_json::Value {
+        match self {
+            Self::Progress(Progress { phase, file, done, total }) => {
+                serde_json::json!({ "phase": phase.name(), "file": file, "done": done, "total": total })
+            }
+            Self::Warning(Warning { code, message }) => serde_json::json!({ "warning": { "code": code, "message": message } }),
+        }
+    }
+}
+
 impl fmt::Display for LoadEvent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.phase {
-            Phase::Weights => write!(f, "loading weights: {} of {} MB", self.done / 1_000_000, self.total / 1_000_000),
-            Phase::Compile => write!(f, "compiling pipelines: {} of {}", self.done, self.total),
-            Phase::Config => write!(f, "reading the checkpoint's configuration"),
-            Phase::Ready => write!(f, "ready"),
+        match self {
+            Self::Warning(warning) => f.write_str(&warning.message),
+            Self::Progress(Progress { phase, done, total, .. }) => match phase {
+                Phase::Download => write!(f, "fetching weights: {} of {} MB", done / 1_000_000, total / 1_000_000),
+                Phase::Upload => write!(f, "loading weights: {} of {} MB", done / 1_000_000, total / 1_000_000),
+                Phase::Compile => write!(f, "compiling pipelines: {done} of {total}"),
+                Phase::Config => write!(f, "reading the checkpoint's configuration"),
+                Phase::Ready => write!(f, "ready"),
+            },
         }
+    }
+}
+
+/// Tells a caller of progress, and hears whether to go on.
+struct Teller<'a> {
+    on_event: RefCell<&'a mut dyn FnMut(LoadEvent) -> bool>,
+    traffic: Vec<Rc<Traffic>>,
+    /// Bytes that were told of.
+    told: Cell<u64>,
+}
+
+impl Teller<'_> {
+    fn tell(&self, event: LoadEvent) -> Result<()> {
+        match (self.on_event.borrow_mut())(event) {
+            true => Ok(()),
+            false => Err(Error::Aborted("loading was stopped by its caller".into())),
+        }
+    }
+
+    /// Tells of bytes that have come since the last time.
+    fn look(&self, phase: Phase) -> Result<()> {
+        let done = self.traffic.iter().map(|traffic| traffic.bytes()).sum();
+        if done == self.told.replace(done) {
+            return Ok(());
+        }
+        // Some bytes may come twice.
+        let expected: u64 = self.traffic.iter().map(|traffic| traffic.expected()).sum();
+        let total = if phase == Phase::Config { 0 } else { expected.max(done) };
+        let file = self.traffic.iter().map(|traffic| traffic.file()).rfind(|file| !file.is_empty());
+        self.tell(LoadEvent::Progress(Progress { phase, file, done, total }))
+    }
+
+    /// Waits for `work`, telling of the bytes that come meanwhile. An unwilling caller ends it there.
+    async fn watching<R>(&self, phase: Phase, work: impl Future<Output = Result<R>>) -> Result<R> {
+        let mut work = std::pin::pin!(work);
+        std::future::poll_fn(|context| {
+            let polled = work.as_mut().poll(context);
+            match self.look(phase) {
+                Err(error) => Poll::Ready(Err(error)),
+                Ok(()) => polled,
+            }
+        })
+        .await
     }
 }
 
@@ -161,10 +242,8 @@ impl Model {
         options: &LoadOptions,
         on_event: &mut dyn FnMut(LoadEvent) -> bool,
     ) -> Result<Self> {
-        let mut tell = |event| match on_event(event) {
-            true => Ok(()),
-            false => Err(Error::Aborted("loading was stopped by its caller".into())),
-        };
+        let teller = Teller { on_event: RefCell::new(on_event), traffic: sources.traffic(), told: Cell::new(0) };
+        let tell = |event| teller.tell(event);
         let plain = match (options.quantize, options.precision) {
             (Some(Quantize::Q4), _) => PlainFormat::Affine { bits: 4, group: 64 },
             (Some(Quantize::Q8), _) => PlainFormat::Affine { bits: 8, group: 64 },
@@ -172,10 +251,13 @@ impl Model {
             (None, Precision::F32) => PlainFormat::F32,
             (None, Precision::F16) => PlainFormat::F16,
         };
-        let checkpoint = load::load_checkpoint(sources, &load::LoadOptions { plain }, &mut |_| {
-            tell(LoadEvent { phase: Phase::Config, done: 0, total: 0 })
-        })
-        .await?;
+        tell(LoadEvent::progress(Phase::Config, 0, 0))?;
+        let mut quiet = |_| Ok(());
+        let kept_as = load::LoadOptions { plain };
+        let reading = load::load_checkpoint(sources, &kept_as, &mut quiet);
+        let checkpoint = teller.watching(Phase::Config, reading).await?;
+        let warn = |warnings: Vec<Warning>| warnings.into_iter().try_for_each(|warning| tell(LoadEvent::Warning(warning)));
+        warn(sources.warnings())?;
         let context = context_length(&checkpoint, options.context_length)?;
         let files = &checkpoint.files;
         let tokenizer = files.tokenizer.as_deref().map(Tokenizer::from_json).transpose()?.map(Arc::new);
@@ -189,17 +271,17 @@ impl Model {
             Precision::Auto => checkpoint.formats().iter().any(|f| *f != Format::F32),
         };
         let (mut calls, reason) = open(options, &checkpoint, context, half_cache).await?;
-        load::stream_weights(sources, &checkpoint, &mut calls, &mut |progress| {
-            tell(LoadEvent { phase: Phase::Weights, done: progress.bytes, total: progress.total })
-        })
-        .await?;
+        let mut handed_over = |progress: load::Progress| tell(LoadEvent::progress(Phase::Upload, progress.bytes, progress.total));
+        let streaming = load::stream_weights(sources, &checkpoint, &mut calls, &mut handed_over);
+        teller.watching(Phase::Download, streaming).await?;
+        warn(sources.warnings())?;
         if let Calls::Gpu(gpu) = &mut calls {
             gpu.ready().await?;
             let widths = usual_widths(&checkpoint, gpu);
             let mut stopped = Ok(());
             gpu.prepare(&widths, |done, total| {
                 if stopped.is_ok() {
-                    stopped = tell(LoadEvent { phase: Phase::Compile, done: done as u64, total: total as u64 });
+                    stopped = tell(LoadEvent::progress(Phase::Compile, done as u64, total as u64));
                 }
             })
             .await?;
@@ -209,7 +291,7 @@ impl Model {
         let default = choose::Default::unmeasured(&checkpoint.program.rules());
         let mut model = Self { calls, program: checkpoint.program, tokenizer, template, end_ids, facts, default };
         model.default = model.choose_default().await?;
-        tell(LoadEvent { phase: Phase::Ready, done: 1, total: 1 })?;
+        tell(LoadEvent::progress(Phase::Ready, 1, 1))?;
         Ok(model)
     }
 }

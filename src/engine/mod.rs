@@ -14,7 +14,7 @@ mod page_turn;
 mod probe;
 
 pub use generate::{Generate, Generated, Part, Piece, Prompt, Timings};
-pub use load::{Backend, LoadEvent, LoadOptions, Phase, Precision, Quantize};
+pub use load::{Backend, LoadEvent, LoadOptions, Phase, Precision, Progress, Quantize};
 pub use logits::Logits;
 pub use measure::{RowTiming, row_invariance};
 pub use probe::{LayerKeyValues, causal_rows, run_plan};

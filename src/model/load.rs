@@ -20,7 +20,7 @@ use crate::weights::index::TensorIndex;
 use crate::weights::packed::Format;
 use crate::weights::plan::{Found, Lookup, PlainFormat, PlannedFile, WeightPlan};
 use crate::weights::quantization::Quantization;
-use crate::weights::source::{ByteSource, read_exactly, read_small};
+use crate::weights::source::{ByteSource, Traffic, Warning, read_exactly, read_small};
 
 /// Folders beside the weights in which a draft adapter is looked for, in this order.
 pub const ADAPTER_FOLDERS: [&str; 2] = ["linear_spec_lora/", "draft_adapter/"];
@@ -48,10 +48,49 @@ pub struct Sources<S> {
 
 impl<S: ByteSource> Sources<S> {
     async fn read(&mut self, file: &PlannedFile, range: std::ops::Range<u64>) -> Result<Vec<u8>> {
-        match (&mut self.adapter, file.origin) {
-            (AdapterFrom::Source(source), Origin::Adapter) => read_exactly(source, &file.name, range).await,
-            _ => read_exactly(&mut self.base, &file.name, range).await,
+        read_exactly(self.of(file.origin), &file.name, range).await
+    }
+
+    /// Whether what is of `origin` has a source of its own.
+    fn is_apart(&self, origin: Origin) -> bool {
+        matches!((&self.adapter, origin), (AdapterFrom::Source(_), Origin::Adapter))
+    }
+
+    /// The source of what is of `origin`.
+    fn of(&mut self, origin: Origin) -> &mut S {
+        match (&mut self.adapter, origin) {
+            (AdapterFrom::Source(source), Origin::Adapter) => source,
+            _ => &mut self.base,
         }
+    }
+
+    /// Tells each source the steps that are its own.
+    async fn begin(&mut self, plan: &WeightPlan) -> Result<()> {
+        let (mut base, adapter) = plan.steps();
+        match &mut self.adapter {
+            AdapterFrom::Source(source) => source.begin(&adapter).await?,
+            AdapterFrom::Auto | AdapterFrom::None => base.extend(adapter),
+        }
+        self.base.begin(&base).await
+    }
+
+    /// What the sources have to tell.
+    pub fn warnings(&mut self) -> Vec<Warning> {
+        let mut warnings = self.base.warnings();
+        if let AdapterFrom::Source(source) = &mut self.adapter {
+            warnings.extend(source.warnings());
+        }
+        warnings
+    }
+
+    /// What the sources count of their networks.
+    #[must_use]
+    pub fn traffic(&self) -> Vec<std::rc::Rc<Traffic>> {
+        let adapter = match &self.adapter {
+            AdapterFrom::Source(source) => source.traffic(),
+            AdapterFrom::Auto | AdapterFrom::None => None,
+        };
+        self.base.traffic().into_iter().chain(adapter).collect()
     }
 }
 
@@ -222,7 +261,8 @@ pub async fn load_checkpoint<S: ByteSource>(
 }
 
 /// Reads the weights and hands them to `sink`: every matrix in ascending chunks of whole tiles, every vector whole, in the
-/// order they lie in the files. At most a batch's bytes and what they pack to are held at a time.
+/// order they lie in the files. At most a batch's bytes and what they pack to are held at a time. What a source has kept of
+/// another time is not read again.
 ///
 /// # Errors
 /// As [`load_checkpoint`], and whatever `sink` returns.
@@ -234,18 +274,39 @@ pub async fn stream_weights<S: ByteSource>(
 ) -> Result<()> {
     let plan = &checkpoint.weights;
     let mut progress = Progress { phase: Phase::Weights, bytes: 0, total: plan.total_bytes };
+    sources.begin(plan).await?;
     watch(progress)?;
+    let mut steps = [0; 2];
     for batch in &plan.batches {
-        let mut bytes = Vec::with_capacity(batch.reads.len());
-        for (file, range) in &batch.reads {
-            let file = plan.files.get(*file).ok_or_else(|| Error::Internal("a plan reads a file it does not list".into()))?;
-            bytes.push(sources.read(file, range.clone()).await?);
-            progress.bytes += range.end - range.start;
-            watch(progress)?;
+        let owner = usize::from(sources.is_apart(batch.origin));
+        let step = steps[owner];
+        steps[owner] += 1;
+        let stored = sources.of(batch.origin).stored(step).await?;
+        let unpacked = match stored {
+            Some(blob) => plan.unpack(batch, &blob, sink)?,
+            None => false,
+        };
+        let mut made = None;
+        if !unpacked {
+            let mut bytes = Vec::with_capacity(batch.reads.len());
+            for (file, range) in &batch.reads {
+                let file = plan.files.get(*file).ok_or_else(|| Error::Internal("a plan reads a file it does not list".into()))?;
+                bytes.push(sources.read(file, range.clone()).await?);
+            }
+            match sources.of(batch.origin).stores() {
+                true => made = Some(plan.pack_and_keep(batch, &bytes, sink)?),
+                false => plan.pack(batch, &bytes, sink)?,
+            }
         }
-        plan.pack(batch, &bytes, sink)?;
+        sources.of(batch.origin).end_step(step, made).await?;
+        progress.bytes += batch.reads.iter().map(|(_, range)| range.end - range.start).sum::<u64>();
+        watch(progress)?;
     }
-    Ok(())
+    sources.base.end().await?;
+    match &mut sources.adapter {
+        AdapterFrom::Source(source) => source.end().await,
+        AdapterFrom::Auto | AdapterFrom::None => Ok(()),
+    }
 }
 
 /// The id of the special token `text` in the tokenizer, for a config that names no `mask_token_id`.

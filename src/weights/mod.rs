@@ -8,6 +8,7 @@ pub mod plan;
 pub mod quantization;
 pub mod safetensors_header;
 pub mod source;
+pub mod stored_block;
 
 use crate::error::Result;
 use crate::model::program::{MatrixId, VectorId};

@@ -111,14 +111,19 @@ pub struct StoredRows<'a> {
     pub factor: f32,
 }
 
+/// Words of data and of scales that `n` packed rows of `k` inputs have.
+#[must_use]
+pub fn words(format: Format, n: usize, k: usize) -> (usize, usize) {
+    let tiles = n.div_ceil(TILE);
+    let rows = PackedRows { format, first_row: 0, n, k, data: Vec::new(), scales: Vec::new() };
+    (tiles * rows.blocks() * TILE * 4, tiles * rows.groups() * TILE)
+}
+
 /// Rows of zeros, ready for [`write_rows`].
 #[must_use]
 pub fn zeros(format: Format, first_row: usize, n: usize, k: usize) -> PackedRows {
-    let mut rows = PackedRows { format, first_row, n, k, data: Vec::new(), scales: Vec::new() };
-    let tiles = n.div_ceil(TILE);
-    rows.data = vec![0; tiles * rows.blocks() * TILE * 4];
-    rows.scales = vec![0; tiles * rows.groups() * TILE];
-    rows
+    let (data, scales) = words(format, n, k);
+    PackedRows { format, first_row, n, k, data: vec![0; data], scales: vec![0; scales] }
 }
 
 /// Writes `source`'s rows into rows `first`, `first + step`, ... of `out`. `label` names the matrix in messages.
@@ -151,14 +156,14 @@ pub fn write_rows(out: &mut PackedRows, source: &StoredRows, first: usize, step:
         let (scales, biases) = (part(scales, scale_bytes, row), part(biases, scale_bytes, row));
         match (stored, out.format) {
             (Stored::Plain(Float::F32), Format::F32) | (Stored::Plain(Float::F16), Format::F16) if factor == 1.0 => {
-                at.words(&mut out.data, words(values));
+                at.words(&mut out.data, words_of(values));
             }
-            (Stored::Affine { bits: 8, .. }, Format::Affine { bits: 8, .. }) => at.words(&mut out.data, words(values)),
+            (Stored::Affine { bits: 8, .. }, Format::Affine { bits: 8, .. }) => at.words(&mut out.data, words_of(values)),
             (Stored::Affine { bits: 4, .. }, Format::Affine { bits: 4, .. }) => {
-                at.words(&mut out.data, words(values).map(reorder_nibbles));
+                at.words(&mut out.data, words_of(values).map(reorder_nibbles));
             }
             (Stored::Affine { bits: 4, .. }, Format::Affine { .. }) => {
-                at.words(&mut out.data, words(values).flat_map(|w| [spread(w & 0xFFFF), spread(w >> 16)]));
+                at.words(&mut out.data, words_of(values).flat_map(|w| [spread(w & 0xFFFF), spread(w >> 16)]));
             }
             (_, format) => {
                 match stored {
@@ -194,7 +199,7 @@ fn part(bytes: &[u8], width: usize, row: usize) -> &[u8] {
     bytes.get(row * width..(row + 1) * width).unwrap_or_default()
 }
 
-fn words(bytes: &[u8]) -> impl Iterator<Item = u32> {
+fn words_of(bytes: &[u8]) -> impl Iterator<Item = u32> {
     let (whole, rest) = bytes.as_chunks();
     // Rows of an odd number of halves end in half a word.
     let last = match rest {
@@ -238,7 +243,7 @@ fn decode_affine(bits: u32, group: usize, scale: Float, values: &[u8], scales: &
         scale.decode(s, &mut pair[..1]);
         scale.decode(b, &mut pair[1..]);
         let [s, b] = pair;
-        let q = words(values).flat_map(|w| (0..32 / bits).map(move |i| (w >> (i * bits)) & mask));
+        let q = words_of(values).flat_map(|w| (0..32 / bits).map(move |i| (w >> (i * bits)) & mask));
         for (o, q) in out.iter_mut().zip(q) {
             *o = s * q as f32 + b;
         }

@@ -5,9 +5,11 @@ use std::ops::Range;
 
 use super::WeightSink;
 use super::pack::{self, Float, Stored, StoredRows};
-use super::packed::{Format, ScaleFormat, TILE};
+use super::packed::{Format, PackedRows, ScaleFormat, TILE};
 use super::quantization::Quantization;
 use super::safetensors_header::{Dtype, TensorInfo};
+use super::source::Step;
+use super::stored_block::{self, BlobReader, BlobWriter};
 use crate::error::{Error, Result};
 use crate::model::program::{Arrangement, MatrixId, MatrixSpec, Origin, Program, Role, Source, VectorId, VectorSpec};
 
@@ -130,6 +132,8 @@ struct Job {
 /// Reads and packs of one step of loading.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Batch {
+    /// Whose bytes it reads.
+    pub origin: Origin,
     /// What to read: index into [`WeightPlan::files`], and bytes. Sorted, without overlaps.
     pub reads: Vec<(usize, Range<u64>)>,
     jobs: Vec<Job>,
@@ -170,7 +174,7 @@ impl WeightPlan {
         }
         let place = |item: &Item| item.pieces.iter().filter_map(|p| p.tensor.as_ref()).map(|t| t.values).min();
         items.sort_by_key(place);
-        let batches = batches(&items);
+        let batches = batches(&items, &files);
         let total_bytes = batches.iter().flat_map(|b| &b.reads).map(|(_, r)| r.end - r.start).sum();
         Ok(Self { files, formats, batches, total_bytes, items })
     }
@@ -219,6 +223,115 @@ impl WeightPlan {
         }
         Ok(())
     }
+}
+
+/// Remembers what it passes on.
+struct Recorder<'a, S> {
+    sink: &'a mut S,
+    blob: BlobWriter,
+}
+
+impl<S: WeightSink> WeightSink for Recorder<'_, S> {
+    fn matrix(&mut self, id: MatrixId, rows: PackedRows) -> Result<()> {
+        self.blob.matrix(&rows);
+        self.sink.matrix(id, rows)
+    }
+
+    fn vector(&mut self, id: VectorId, values: Vec<f32>) -> Result<()> {
+        self.blob.vector(&values);
+        self.sink.vector(id, values)
+    }
+}
+
+impl WeightPlan {
+    /// Names what a batch is packed into, by all that it depends on but the content of the files.
+    #[must_use]
+    pub fn key(&self, batch: &Batch) -> String {
+        let mut text = String::new();
+        for job in &batch.jobs {
+            let Some(Item { label, target, arrangement, pieces }) = self.items.get(job.item) else { continue };
+            // Not by its number, which depends on whether there is an adapter.
+            let target = match target {
+                Target::Matrix { format, n, k, .. } => format!("{format:?} {n} {k}"),
+                Target::Vector { n, .. } => format!("vector {n}"),
+            };
+            text.push_str(&format!("{label} {target} {arrangement:?} {:?}\n", job.rows));
+            for Piece { span, tensor } in pieces {
+                text.push_str(&format!("{span}"));
+                if let Some(Tensor { name, stored, rows, k, factor, values, scales, biases }) = tensor {
+                    text.push_str(&format!(" {name} {stored:?} {rows} {k} {factor:?}"));
+                    for (file, start) in [values, scales, biases] {
+                        let file = self.files.get(*file).map_or("", |file| file.name.as_str());
+                        text.push_str(&format!(" {file} {start}"));
+                    }
+                }
+                text.push('\n');
+            }
+        }
+        stored_block::key(&text)
+    }
+
+    /// [`WeightPlan::pack`] that also gives what was handed over as a blob for [`WeightPlan::unpack`].
+    ///
+    /// # Errors
+    /// As [`WeightPlan::pack`].
+    pub fn pack_and_keep(&self, batch: &Batch, bytes: &[Vec<u8>], sink: &mut impl WeightSink) -> Result<Vec<u8>> {
+        let mut recorder = Recorder { sink, blob: BlobWriter::default() };
+        self.pack(batch, bytes, &mut recorder)?;
+        Ok(recorder.blob.finish())
+    }
+
+    /// Hands a batch that was kept to `sink`. `false`, and nothing is handed over, if `blob` is damaged or another batch's.
+    ///
+    /// # Errors
+    /// Whatever `sink` answers.
+    pub fn unpack(&self, batch: &Batch, blob: &[u8], sink: &mut impl WeightSink) -> Result<bool> {
+        let Some(mut reader) = BlobReader::new(blob) else { return Ok(false) };
+        let mut made = Vec::with_capacity(batch.jobs.len());
+        for job in &batch.jobs {
+            let rows = &job.rows;
+            let part = match self.items.get(job.item).map(|item| &item.target) {
+                Some(&Target::Matrix { id, format, k, .. }) => {
+                    reader.matrix(format, rows.start, rows.len(), k).map(|rows| Made::Matrix(id, rows))
+                }
+                Some(&Target::Vector { id, n }) => reader.vector(n).map(|values| Made::Vector(id, values)),
+                None => None,
+            };
+            let Some(part) = part else { return Ok(false) };
+            made.push(part);
+        }
+        if !reader.at_end() {
+            return Ok(false);
+        }
+        for part in made {
+            match part {
+                Made::Matrix(id, rows) => sink.matrix(id, rows)?,
+                Made::Vector(id, values) => sink.vector(id, values)?,
+            }
+        }
+        Ok(true)
+    }
+
+    /// The batches' steps, those of the base and of the adapter, each in order.
+    #[must_use]
+    pub fn steps(&self) -> (Vec<Step>, Vec<Step>) {
+        let (mut base, mut adapter) = (Vec::new(), Vec::new());
+        for batch in &self.batches {
+            let named = |(file, range): &(usize, Range<u64>)| Some((self.files.get(*file)?.name.clone(), range.clone()));
+            let step = Step { key: self.key(batch), reads: batch.reads.iter().filter_map(named).collect() };
+            match batch.origin {
+                Origin::Base => base.push(step),
+                Origin::Adapter => adapter.push(step),
+            }
+        }
+        (base, adapter)
+    }
+}
+
+/// A part of a batch, packed.
+enum Made {
+    Matrix(MatrixId, PackedRows),
+    Vector(VectorId, Vec<f32>),
 }
 
 impl Batch {
@@ -282,11 +395,21 @@ impl Item {
     }
 }
 
-/// Cuts the items into jobs and groups these, in order, into batches of at most [`BATCH_BYTES`] where jobs allow.
-fn batches(items: &[Item]) -> Vec<Batch> {
+/// Cuts the items into jobs and groups these, in order, into batches of at most [`BATCH_BYTES`] where jobs allow. The base's
+/// and the adapter's are apart, so that what is made of the one does not depend on whether the other is there.
+fn batches(items: &[Item], files: &[PlannedFile]) -> Vec<Batch> {
     let mut batches = Vec::new();
     let (mut jobs, mut ranges, mut bytes) = (Vec::new(), Vec::new(), 0);
+    let mut origin = Origin::Base;
     for (i, item) in items.iter().enumerate() {
+        let file = item.pieces.iter().find_map(|p| p.tensor.as_ref()).and_then(|t| files.get(t.values.0));
+        // What consists of zeros alone goes with whatever is before it.
+        let of = file.map_or(origin, |file| file.origin);
+        if of != origin && !jobs.is_empty() {
+            batches.push(Batch { origin, reads: merged(std::mem::take(&mut ranges)), jobs: std::mem::take(&mut jobs) });
+            bytes = 0;
+        }
+        origin = of;
         let step = item.rows_per_job();
         for start in (0..item.n()).step_by(step) {
             let rows = start..(start + step).min(item.n());
@@ -298,7 +421,7 @@ fn batches(items: &[Item]) -> Vec<Batch> {
                 .collect();
             let job_bytes: u64 = job_ranges.iter().map(|(_, r)| r.end - r.start).sum();
             if bytes + job_bytes > BATCH_BYTES && !jobs.is_empty() {
-                batches.push(Batch { reads: merged(std::mem::take(&mut ranges)), jobs: std::mem::take(&mut jobs) });
+                batches.push(Batch { origin, reads: merged(std::mem::take(&mut ranges)), jobs: std::mem::take(&mut jobs) });
                 bytes = 0;
             }
             bytes += job_bytes;
@@ -307,7 +430,7 @@ fn batches(items: &[Item]) -> Vec<Batch> {
         }
     }
     if !jobs.is_empty() {
-        batches.push(Batch { reads: merged(ranges), jobs });
+        batches.push(Batch { origin, reads: merged(ranges), jobs });
     }
     batches
 }

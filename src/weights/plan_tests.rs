@@ -56,7 +56,7 @@ fn the_option_is_for_plain_tensors_and_never_quantises_lora() {
 fn nearby_ranges_are_read_as_one() {
     let reads = merged(vec![(1, 50..60), (0, 100..200), (0, 0..50), (0, 200..300), (0, 10_000..10_001)]);
     assert_eq!(reads, [(0, 0..300), (0, 10_000..10_001), (1, 50..60)]);
-    let batch = Batch { reads, jobs: Vec::new() };
+    let batch = Batch { origin: Origin::Base, reads, jobs: Vec::new() };
     let bytes = [(0..=255).cycle().take(300).collect::<Vec<u8>>(), vec![7], vec![9; 10]];
     assert_eq!(batch.bytes(&bytes, &(0, 100..103)).unwrap(), [100, 101, 102]);
     assert_eq!(batch.bytes(&bytes, &(1, 59..60)).unwrap(), [9]);
@@ -181,7 +181,7 @@ fn bytes_that_were_not_read_are_an_error() {
     let target = Target::Matrix { id: MatrixId(0), format: Format::F32, n: 8, k: 4 };
     let pieces = vec![Piece { span: 8, tensor: Some(tensor(Stored::Plain(Float::F32), 4)) }];
     let items = vec![Item { label: "m".into(), target, arrangement: Arrangement::Stacked, pieces }];
-    let batches = batches(&items);
+    let batches = batches(&items, &[]);
     let plan = WeightPlan { files: Vec::new(), formats: vec![Format::F32], batches, total_bytes: 128, items };
     assert_eq!(plan.pack(&plan.batches[0], &[vec![0; 128]], &mut Nothing), Ok(()));
     for bytes in [vec![], vec![vec![0; 127]]] {

@@ -1,6 +1,8 @@
 //! Where a checkpoint's bytes come from: a folder, an address, files the user picked. The loader asks, a source answers.
 
+use std::cell::{Cell, RefCell};
 use std::ops::Range;
+use std::rc::Rc;
 
 use crate::error::{Error, Result};
 
@@ -18,6 +20,173 @@ pub trait ByteSource {
     /// # Errors
     /// [`Error::Fetch`] naming the file.
     async fn read(&mut self, file: &str, range: Range<u64>) -> Result<Vec<u8>>;
+
+    /// What the source counts while it waits for a network; `None` for sources that have none.
+    fn traffic(&self) -> Option<Rc<Traffic>> {
+        None
+    }
+
+    /// Says what weights will be read in which order, and what will be made of them. Once, before the first step.
+    ///
+    /// # Errors
+    /// [`Error::Fetch`].
+    async fn begin(&mut self, steps: &[Step]) -> Result<()> {
+        let _ = steps;
+        Ok(())
+    }
+
+    /// What was made in `step` some other time, if the source has kept it.
+    ///
+    /// # Errors
+    /// [`Error::Aborted`].
+    async fn stored(&mut self, step: usize) -> Result<Option<Vec<u8>>> {
+        let _ = step;
+        Ok(None)
+    }
+
+    /// Whether the source keeps what is made of its bytes.
+    fn stores(&self) -> bool {
+        false
+    }
+
+    /// Ends a step. `made` is what was made in it, for a source that [`ByteSource::stores`] and did not have it.
+    ///
+    /// # Errors
+    /// [`Error::Fetch`], also if a file that this step ends is not what it should be.
+    async fn end_step(&mut self, step: usize, made: Option<Vec<u8>>) -> Result<()> {
+        let _ = (step, made);
+        Ok(())
+    }
+
+    /// Ends the loading, when all steps have ended.
+    ///
+    /// # Errors
+    /// [`Error::Fetch`].
+    async fn end(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Things to tell the caller that do not stop the loading, each once.
+    fn warnings(&mut self) -> Vec<Warning> {
+        Vec::new()
+    }
+}
+
+/// A step of loading weights: bytes that are read together, and what is made of them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Step {
+    /// Names what is made, by all that it depends on but the revision of the files.
+    pub key: String,
+    /// Files and bytes, in the order in which they are read.
+    pub reads: Vec<(String, Range<u64>)>,
+}
+
+/// Something that went wrong without stopping the loading.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Warning {
+    /// What, for programs: `store-quota`, `store-busy`, `store-failed`, `store-offline`.
+    pub code: &'static str,
+    /// What, for people.
+    pub message: String,
+}
+
+/// One of two kinds of source.
+#[derive(Debug)]
+pub enum Either<A, B> {
+    /// The one.
+    Left(A),
+    /// The other.
+    Right(B),
+}
+
+/// Runs `$body` with `$source` bound to whichever there is.
+macro_rules! either {
+    ($self:expr, $source:ident => $body:expr) => {
+        match $self {
+            Either::Left($source) => $body,
+            Either::Right($source) => $body,
+        }
+    };
+}
+
+impl<A: ByteSource, B: ByteSource> ByteSource for Either<A, B> {
+    async fn size(&mut self, file: &str) -> Result<Option<u64>> {
+        either!(self, source => source.size(file).await)
+    }
+
+    async fn read(&mut self, file: &str, range: Range<u64>) -> Result<Vec<u8>> {
+        either!(self, source => source.read(file, range).await)
+    }
+
+    fn traffic(&self) -> Option<Rc<Traffic>> {
+        either!(self, source => source.traffic())
+    }
+
+    async fn begin(&mut self, steps: &[Step]) -> Result<()> {
+        either!(self, source => source.begin(steps).await)
+    }
+
+    async fn stored(&mut self, step: usize) -> Result<Option<Vec<u8>>> {
+        either!(self, source => source.stored(step).await)
+    }
+
+    fn stores(&self) -> bool {
+        either!(self, source => source.stores())
+    }
+
+    async fn end_step(&mut self, step: usize, made: Option<Vec<u8>>) -> Result<()> {
+        either!(self, source => source.end_step(step, made).await)
+    }
+
+    async fn end(&mut self) -> Result<()> {
+        either!(self, source => source.end().await)
+    }
+
+    fn warnings(&mut self) -> Vec<Warning> {
+        either!(self, source => source.warnings())
+    }
+}
+
+/// What has come over a network, counted by a source and looked at by whoever waits for it.
+#[derive(Debug, Default)]
+pub struct Traffic {
+    bytes: Cell<u64>,
+    expected: Cell<u64>,
+    file: RefCell<String>,
+}
+
+impl Traffic {
+    /// Counts bytes of `file`.
+    pub fn came(&self, file: &str, bytes: u64) {
+        self.bytes.set(self.bytes.get() + bytes);
+        let mut last = self.file.borrow_mut();
+        if *last != file {
+            file.clone_into(&mut last);
+        }
+    }
+
+    /// Says how many bytes there will be in all, as far as is known.
+    pub fn expect(&self, bytes: u64) {
+        self.expected.set(bytes);
+    }
+
+    /// Bytes so far.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes.get()
+    }
+
+    /// Bytes there will be in all; 0 while not known.
+    #[must_use]
+    pub fn expected(&self) -> u64 {
+        self.expected.get()
+    }
+
+    /// The file of the last bytes.
+    #[must_use]
+    pub fn file(&self) -> String {
+        self.file.borrow().clone()
+    }
 }
 
 /// Reads `range` and checks that all of it came.

@@ -1,0 +1,12 @@
+//! Checkpoints from the network, and what is kept of them: one core for the browser and for native programs, which lend it
+//! two things, a [`transport::Transport`] that makes one request and a [`store::BlobStore`] of named blobs.
+
+pub mod http_source;
+pub mod locator;
+#[cfg(not(target_arch = "wasm32"))]
+pub mod native;
+pub(crate) mod running_hash;
+pub mod transport;
+
+#[cfg(test)]
+mod fake;
