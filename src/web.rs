@@ -14,12 +14,15 @@ use serde::Deserialize;
 use serde_json::json;
 use wasm_bindgen::prelude::*;
 
-use crate::engine::{self, Backend, Generate, LoadOptions, Model, Precision, Prompt, Quantize, Sources};
+use crate::engine::{self, Backend, Generate, LoadOptions, Model, Offered, Precision, Prompt, Quantize, Sources};
 use crate::error::{Error, HttpFailure, Result};
-use crate::fetch::http_source::{HttpOptions, HttpSource};
+use crate::fetch::http_source::HttpOptions;
 use crate::fetch::locator::Locator;
+use crate::fetch::remote::{RemoteSource, Role};
+use crate::fetch::store::{BlobStore, StoreFailure};
 use crate::fetch::transport::{Answer, Body, Failure, Transport};
 use crate::gpu::device::DeviceOptions;
+use crate::gpu::footprint::Limits;
 use crate::model::load::AdapterFrom;
 use crate::text::chat_template::ChatRequest;
 use crate::weights::source::{ByteSource, Either};
@@ -58,6 +61,28 @@ extern "C" {
 
     #[wasm_bindgen(method, catch)]
     fn cancel(this: &JsResponse) -> Thrown<JsValue>;
+
+    #[wasm_bindgen(method, getter)]
+    fn store(this: &JsIo) -> Option<JsStore>;
+
+    /// The store of the npm package: blobs named `entry/blob`.
+    #[derive(Debug)]
+    pub type JsStore;
+
+    #[wasm_bindgen(method, catch, js_name = get)]
+    async fn get_blob(this: &JsStore, name: &str) -> Thrown<JsValue>;
+
+    #[wasm_bindgen(method, catch)]
+    async fn put(this: &JsStore, name: &str, bytes: Uint8Array) -> Thrown<JsValue>;
+
+    #[wasm_bindgen(method, catch)]
+    async fn list(this: &JsStore, prefix: &str) -> Thrown<JsValue>;
+
+    #[wasm_bindgen(method, catch)]
+    async fn remove(this: &JsStore, prefix: &str) -> Thrown<JsValue>;
+
+    #[wasm_bindgen(method, catch)]
+    async fn lock(this: &JsStore, entry: &str) -> Thrown<JsValue>;
 
     /// Files the user picked: `size(file) -> Promise<number | null>`, `read(file, start, end) -> Promise<Uint8Array>`.
     pub type JsByteSource;
@@ -125,6 +150,34 @@ impl Drop for JsBody {
     fn drop(&mut self) {
         // What cannot be cancelled has ended.
         let _ = self.0.cancel();
+    }
+}
+
+impl BlobStore for JsStore {
+    async fn get(&self, name: &str) -> Option<Vec<u8>> {
+        self.get_blob(name).await.ok().as_ref().and_then(bytes_of)
+    }
+
+    async fn put(&self, name: &str, bytes: &[u8]) -> std::result::Result<(), StoreFailure> {
+        let stored = JsStore::put(self, name, Uint8Array::from(bytes)).await;
+        stored.map(drop).map_err(|thrown| match text_of(&thrown, "name").as_deref() {
+            Some("QuotaExceededError") => StoreFailure::Full,
+            _ => StoreFailure::Other(text_of(&thrown, "message").unwrap_or_else(|| "the browser refuses to store".into())),
+        })
+    }
+
+    async fn list(&self, prefix: &str) -> Vec<(String, u64)> {
+        let json = JsStore::list(self, prefix).await.ok().and_then(|json| json.as_string());
+        json.and_then(|json| serde_json::from_str(&json).ok()).unwrap_or_default()
+    }
+
+    async fn remove(&self, name: &str) {
+        // What cannot be removed stays; it is found again when it is next listed.
+        let _ = JsStore::remove(self, name).await;
+    }
+
+    async fn lock(&self, entry: &str) -> bool {
+        JsStore::lock(self, entry).await.is_ok_and(|locked| locked.is_truthy())
     }
 }
 
@@ -207,12 +260,27 @@ struct WebLoadOptions {
     context_length: Option<usize>,
     backend: String,
     adapter: WebAdapter,
-    #[allow(dead_code)]
+    /// Whether what comes from the network is stored.
     store: bool,
-    #[allow(dead_code)]
-    limits: Option<serde_json::Value>,
-    #[allow(dead_code)]
-    quota: Option<serde_json::Value>,
+    /// For [`preflight`]: limits of the WebGPU adapter.
+    limits: Option<WebLimits>,
+    /// For [`preflight`]: what the browser's storage holds and may hold.
+    quota: Option<WebQuota>,
+}
+
+/// Limits of a WebGPU adapter; others than these do not matter here.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct WebLimits {
+    max_buffer_size: f64,
+    max_storage_buffer_binding_size: f64,
+}
+
+/// `navigator.storage.estimate()`.
+#[derive(Deserialize)]
+struct WebQuota {
+    usage: f64,
+    quota: f64,
 }
 
 #[derive(Deserialize, Clone, Copy)]
@@ -249,10 +317,10 @@ enum WebDrafterWord {
     None,
 }
 
-type WebSource = Either<HttpSource<JsTransport>, JsByteSource>;
+type WebSource = Either<RemoteSource<JsTransport, JsStore>, JsByteSource>;
 
 impl WebPlace {
-    fn open(self, io: &JsIo, picked: Option<JsByteSource>) -> Result<WebSource> {
+    fn open(self, io: &JsIo, picked: Option<JsByteSource>, role: Role, stores: bool) -> Result<WebSource> {
         match self {
             Self::Files => {
                 picked.map(Either::Right).ok_or_else(|| Error::Internal("the page announced files and gave none".into()))
@@ -260,8 +328,9 @@ impl WebPlace {
             Self::Remote { location, revision, hub_url, headers } => {
                 let locator = Locator::parse(&location, revision.as_deref(), hub_url.as_deref())?;
                 let options = HttpOptions { headers: headers.into_iter().collect(), ..HttpOptions::default() };
+                let store = io.store().filter(|_| stores);
                 let io: JsIo = JsValue::from(io).unchecked_into();
-                Ok(Either::Left(HttpSource::new(JsTransport(io), locator, options)))
+                Ok(Either::Left(RemoteSource::new(JsTransport(io), &location, locator, options, role, store)))
             }
         }
     }
@@ -333,8 +402,29 @@ pub async fn load(options_json: String, io: JsIo, on_event: Function) -> Thrown<
     load_model(&options_json, &io, &on_event).await.map(|model| WebModel { model }).map_err(|e| to_js(&e))
 }
 
-fn open(options_json: &str, io: &JsIo) -> Result<(Sources<WebSource>, LoadOptions)> {
+/// Says what loading would take: [`engine::Model::preflight`] as JSON.
+///
+/// # Errors
+/// `{ code, message }`, by [`engine::Model::preflight`].
+#[wasm_bindgen]
+pub async fn preflight(options_json: String, io: JsIo) -> Thrown<String> {
+    let work = async {
+        let (mut sources, options, offered) = open(&options_json, &io)?;
+        Model::preflight(&mut sources, &options, offered).await
+    };
+    work.await.map(|outcome| outcome.to_string()).map_err(|e| to_js(&e))
+}
+
+fn open(options_json: &str, io: &JsIo) -> Result<(Sources<WebSource>, LoadOptions, Offered)> {
     let web: WebLoadOptions = from_json(options_json, "load")?;
+    let offered = Offered {
+        // Exact: browsers name no limit above 2^53.
+        limits: web.limits.map(|limits| Limits {
+            max_buffer_size: limits.max_buffer_size as u64,
+            max_storage_buffer_binding_size: limits.max_storage_buffer_binding_size as u64,
+        }),
+        quota_left: web.quota.map(|WebQuota { usage, quota }| (quota - usage).max(0.0) as u64),
+    };
     let options = LoadOptions {
         backend: web.backend.parse::<Backend>()?,
         precision: web.precision.parse::<Precision>()?,
@@ -353,13 +443,14 @@ fn open(options_json: &str, io: &JsIo) -> Result<(Sources<WebSource>, LoadOption
     let adapter = match web.drafter {
         WebDrafter::Word(WebDrafterWord::Auto) => AdapterFrom::Auto,
         WebDrafter::Word(WebDrafterWord::None) => AdapterFrom::None,
-        WebDrafter::Place(place) => AdapterFrom::Source(place.open(io, io.picked_adapter())?),
+        WebDrafter::Place(place) => AdapterFrom::Source(place.open(io, io.picked_adapter(), Role::Adapter, web.store)?),
     };
-    Ok((Sources { base: web.source.open(io, io.picked())?, adapter }, options))
+    let base = web.source.open(io, io.picked(), Role::Model, web.store)?;
+    Ok((Sources { base, adapter }, options, offered))
 }
 
 async fn load_model(options_json: &str, io: &JsIo, on_event: &Function) -> Result<Model> {
-    let (mut sources, options) = open(options_json, io)?;
+    let (mut sources, options, _) = open(options_json, io)?;
     let mut tell = |event: engine::LoadEvent| {
         // A page whose listener throws wants no more.
         let heard = on_event.call1(&JsValue::NULL, &event.to_json().to_string().into());

@@ -14,13 +14,17 @@ fn main() -> std::process::ExitCode {
 #[cfg(not(target_arch = "wasm32"))]
 mod native {
     use std::io::{IsTerminal, Write};
-    use std::path::PathBuf;
     use std::process::ExitCode;
 
     use clap::{Args, Parser, Subcommand, ValueEnum};
-    use forecall::engine::{AdapterFrom, Backend, Generate, LoadOptions, Model, Part, Precision, Prompt, Quantize, Sources};
+    use forecall::engine::{
+        AdapterFrom, Backend, Generate, LoadEvent, LoadOptions, Model, Offered, Part, Precision, Prompt, Quantize, Sources,
+    };
+    use forecall::fetch::native::{self, FolderStore, NativeSource, Places};
+    use forecall::fetch::remote::Role;
+    use forecall::gpu::{DeviceOptions, Gpu};
     use forecall::text::chat_template::ChatRequest;
-    use forecall::weights::source::FolderSource;
+    use forecall::weights::source::Either;
     use forecall::{Error, Result};
     use serde_json::json;
 
@@ -45,12 +49,25 @@ mod native {
 
     #[derive(Args)]
     struct ModelArgs {
-        /// Checkpoint folder: config.json, model.safetensors, tokenizer.json
-        #[arg(long, value_name = "DIR")]
-        model: PathBuf,
-        /// Draft adapter's folder, or `none`; by default the one beside the weights, if there is one
-        #[arg(long, value_name = "DIR|none")]
+        /// Checkpoint folder (config.json, model.safetensors, tokenizer.json), the address of one, or a repository of the
+        /// hub, as `owner/name` or `owner/name@revision`
+        #[arg(long, value_name = "DIR|URL|REPO")]
+        model: String,
+        /// Draft adapter's folder, address or repository, or `none`; by default the one beside the weights, if there is one
+        #[arg(long, value_name = "DIR|URL|REPO|none")]
         adapter: Option<String>,
+        /// Branch, tag or commit of the model's repository
+        #[arg(long, value_name = "REVISION")]
+        revision: Option<String>,
+        /// The hub's address; by default the one in the variable HF_ENDPOINT, else the public one
+        #[arg(long, value_name = "URL")]
+        hub_url: Option<String>,
+        /// Header for the model's server, as `Authorization: Bearer TOKEN`; may be given several times
+        #[arg(long, value_name = "NAME: VALUE", value_parser = header)]
+        header: Vec<(String, String)>,
+        /// Folder in which converted weights from the network are kept, or `none`; by default one among the user's caches
+        #[arg(long, value_name = "DIR|none")]
+        store: Option<String>,
         /// What runs the model
         #[arg(long, value_enum, default_value = "gpu")]
         backend: BackendArg,
@@ -63,6 +80,16 @@ mod native {
         /// Turn a plain checkpoint's linear weights into affine groups while loading
         #[arg(long, value_enum)]
         quantize: Option<QuantizeArg>,
+    }
+
+    /// `name: value`.
+    fn header(text: &str) -> std::result::Result<(String, String), String> {
+        match text.split_once(':').map(|(name, value)| (name.trim(), value.trim())) {
+            Some((name, value)) if !name.is_empty() && name.bytes().all(|c| c.is_ascii_alphanumeric() || c == b'-') => {
+                Ok((name.to_ascii_lowercase(), value.to_owned()))
+            }
+            _ => Err("expected NAME: VALUE".into()),
+        }
     }
 
     #[derive(Clone, Copy, ValueEnum)]
@@ -152,6 +179,9 @@ mod native {
     struct InfoArgs {
         #[command(flatten)]
         model: ModelArgs,
+        /// Read configs and headers only, and say what loading would fetch and take
+        #[arg(long)]
+        preflight: bool,
         /// Print one JSON object
         #[arg(long)]
         json: bool,
@@ -212,14 +242,35 @@ mod native {
         ExitCode::from(2)
     }
 
-    async fn load(args: &ModelArgs) -> Result<Model> {
+    fn sources(args: &ModelArgs) -> Result<Sources<NativeSource>> {
+        let store = match args.store.as_deref() {
+            Some("none") => None,
+            Some(folder) => Some(folder.into()),
+            None => FolderStore::default_root(),
+        };
+        let hub = args.hub_url.clone().or_else(|| std::env::var("HF_ENDPOINT").ok().filter(|hub| !hub.is_empty()));
+        let mut places = Places { revision: args.revision.clone(), hub, headers: args.header.clone(), store };
+        let base = native::open(&args.model, &places, Role::Model)?;
+        if let (Either::Right(_), Some(revision)) = (&base, &args.revision) {
+            return Err(Error::InvalidOption(format!(
+                "revision {revision} was given with the folder {}; only repositories have revisions",
+                args.model
+            )));
+        }
         let adapter = match args.adapter.as_deref() {
             None => AdapterFrom::Auto,
             Some("none") => AdapterFrom::None,
-            Some(folder) => AdapterFrom::Source(FolderSource::new(folder)?),
+            Some(place) => {
+                // What is said of the model's source is not meant for another.
+                (places.revision, places.headers) = (None, Vec::new());
+                AdapterFrom::Source(native::open(place, &places, Role::Adapter)?)
+            }
         };
-        let mut sources = Sources { base: FolderSource::new(&args.model)?, adapter };
-        let options = LoadOptions {
+        Ok(Sources { base, adapter })
+    }
+
+    fn options(args: &ModelArgs) -> LoadOptions {
+        LoadOptions {
             backend: match args.backend {
                 BackendArg::Auto => Backend::Auto,
                 BackendArg::Gpu => Backend::Gpu,
@@ -237,11 +288,17 @@ mod native {
             }),
             context_length: args.context,
             ..LoadOptions::default()
-        };
+        }
+    }
+
+    async fn load(args: &ModelArgs) -> Result<Model> {
+        let (mut sources, options) = (sources(args)?, options(args));
         let (mut last, on_terminal) = (String::new(), std::io::stderr().is_terminal());
         let model = Model::load(&mut sources, &options, &mut |event| {
             let line = event.to_string();
-            if on_terminal && line != last {
+            if let LoadEvent::Warning(warning) = &event {
+                tell(&format!("{}warning: {}\n", if on_terminal { "\r\x1b[K" } else { "" }, warning.message));
+            } else if on_terminal && line != last {
                 tell(&format!("\r\x1b[K{line}"));
                 last = line;
             }
@@ -311,8 +368,17 @@ mod native {
     }
 
     async fn info(args: InfoArgs) -> Result<()> {
-        let mut model = load(&args.model).await?;
-        let info = model.info_with_self_test().await?;
+        let info = match args.preflight {
+            true => {
+                let limits = match options(&args.model).backend {
+                    Backend::Gpu | Backend::Auto => Gpu::open(DeviceOptions::default()).await.ok().map(|gpu| gpu.info().limits()),
+                    Backend::Cpu | Backend::Reference => None,
+                };
+                let offered = Offered { limits, quota_left: None };
+                Model::preflight(&mut sources(&args.model)?, &options(&args.model), offered).await?
+            }
+            false => load(&args.model).await?.info_with_self_test().await?,
+        };
         if args.json {
             print_line(&info.to_string())?;
         } else {

@@ -161,7 +161,7 @@ fn memory(gpu: &GpuModel) -> Value {
     json!({ "weights": used.weights, "kv_cache": used.kv_cache, "working": used.working, "pipelines": gpu.compiled_kernels() })
 }
 
-fn format_name(format: Format) -> String {
+pub(super) fn format_name(format: Format) -> String {
     match format {
         Format::Affine { bits, group, .. } => format!("{bits}-bit, groups of {group}"),
         Format::F16 => "f16".into(),

@@ -8,13 +8,14 @@ use std::task::Poll;
 
 use super::calls::Calls;
 use super::info::Facts;
-use super::{Model, choose};
+use super::{Model, choose, preflight};
 use crate::cpu::reference::Reference;
 use crate::cpu::{CpuModel, CpuOptions};
 use crate::decode::ScheduleOptions;
 use crate::decode::options::Resolved;
 use crate::decode::schedule::ModelCalls;
 use crate::error::{Error, Result};
+use crate::gpu::footprint::footprint;
 use crate::gpu::{self, DeviceOptions, Gpu, GpuModel, ModelOptions};
 use crate::model::load::{self, Checkpoint, Sources};
 use crate::text::chat_template::{ChatTemplate, TokenizerConfig};
@@ -244,16 +245,9 @@ impl Model {
     ) -> Result<Self> {
         let teller = Teller { on_event: RefCell::new(on_event), traffic: sources.traffic(), told: Cell::new(0) };
         let tell = |event| teller.tell(event);
-        let plain = match (options.quantize, options.precision) {
-            (Some(Quantize::Q4), _) => PlainFormat::Affine { bits: 4, group: 64 },
-            (Some(Quantize::Q8), _) => PlainFormat::Affine { bits: 8, group: 64 },
-            (None, Precision::Auto) => PlainFormat::Auto,
-            (None, Precision::F32) => PlainFormat::F32,
-            (None, Precision::F16) => PlainFormat::F16,
-        };
         tell(LoadEvent::progress(Phase::Config, 0, 0))?;
         let mut quiet = |_| Ok(());
-        let kept_as = load::LoadOptions { plain };
+        let kept_as = kept_as(options);
         let reading = load::load_checkpoint(sources, &kept_as, &mut quiet);
         let checkpoint = teller.watching(Phase::Config, reading).await?;
         let warn = |warnings: Vec<Warning>| warnings.into_iter().try_for_each(|warning| tell(LoadEvent::Warning(warning)));
@@ -265,12 +259,19 @@ impl Model {
         let template = chat_template(files.chat_template.as_deref(), &config)?;
         let end_ids = end_ids(&checkpoint, &config, tokenizer.as_deref());
 
-        let half_cache = match options.precision {
-            Precision::F32 => false,
-            Precision::F16 => true,
-            Precision::Auto => checkpoint.formats().iter().any(|f| *f != Format::F32),
-        };
+        let half_cache = half_cache(&checkpoint, options.precision);
         let (mut calls, reason) = open(options, &checkpoint, context, half_cache).await?;
+        // Before a weight is fetched.
+        let kv_bytes = if half_cache { 2 } else { 4 };
+        match &calls {
+            Calls::Gpu(model) => {
+                let limits = model.gpu().info().limits();
+                footprint(&checkpoint.program, checkpoint.formats(), context, kv_bytes, limits)?;
+            }
+            Calls::Cpu(_) | Calls::Reference(_) => {
+                preflight::check_cpu(&checkpoint, context, kv_bytes, cfg!(target_arch = "wasm32"))?;
+            }
+        }
         let mut handed_over = |progress: load::Progress| tell(LoadEvent::progress(Phase::Upload, progress.bytes, progress.total));
         let streaming = load::stream_weights(sources, &checkpoint, &mut calls, &mut handed_over);
         teller.watching(Phase::Download, streaming).await?;
@@ -293,6 +294,27 @@ impl Model {
         model.default = model.choose_default().await?;
         tell(LoadEvent::progress(Phase::Ready, 1, 1))?;
         Ok(model)
+    }
+}
+
+/// How weights are kept.
+pub(super) fn kept_as(options: &LoadOptions) -> load::LoadOptions {
+    let plain = match (options.quantize, options.precision) {
+        (Some(Quantize::Q4), _) => PlainFormat::Affine { bits: 4, group: 64 },
+        (Some(Quantize::Q8), _) => PlainFormat::Affine { bits: 8, group: 64 },
+        (None, Precision::Auto) => PlainFormat::Auto,
+        (None, Precision::F32) => PlainFormat::F32,
+        (None, Precision::F16) => PlainFormat::F16,
+    };
+    load::LoadOptions { plain }
+}
+
+/// Whether K/V are stored in halves.
+pub(super) fn half_cache(checkpoint: &Checkpoint, precision: Precision) -> bool {
+    match precision {
+        Precision::F32 => false,
+        Precision::F16 => true,
+        Precision::Auto => checkpoint.formats().iter().any(|f| *f != Format::F32),
     }
 }
 
@@ -361,7 +383,7 @@ fn end_ids(checkpoint: &Checkpoint, config: &TokenizerConfig, tokenizer: Option<
 /// The default context, in positions.
 const DEFAULT_CONTEXT: usize = 4096;
 
-fn context_length(checkpoint: &Checkpoint, asked: Option<usize>) -> Result<u32> {
+pub(super) fn context_length(checkpoint: &Checkpoint, asked: Option<usize>) -> Result<u32> {
     let most = checkpoint.program.arch.max_position_embeddings;
     let context = asked.unwrap_or(most.min(DEFAULT_CONTEXT));
     if context == 0 || context > most {

@@ -11,12 +11,14 @@ mod logits;
 mod measure;
 #[cfg(target_arch = "wasm32")]
 mod page_turn;
+mod preflight;
 mod probe;
 
 pub use generate::{Generate, Generated, Part, Piece, Prompt, Timings};
 pub use load::{Backend, LoadEvent, LoadOptions, Phase, Precision, Progress, Quantize};
 pub use logits::Logits;
 pub use measure::{RowTiming, row_invariance};
+pub use preflight::Offered;
 pub use probe::{LayerKeyValues, causal_rows, run_plan};
 
 pub use crate::model::load::{AdapterFrom, Sources};

@@ -227,7 +227,9 @@ impl<T: Transport> Net<T> {
                         }
                     }
                     Ok(None) => {
-                        break length.filter(|&l| !encoded && l > bytes.len() as u64).map(|l| format!("it ended before byte {l}"));
+                        break length
+                            .filter(|&l| !encoded && l > bytes.len() as u64)
+                            .map(|l| format!("it ended before byte {l}"));
                     }
                     Err(Failure::Broken(why)) => break Some(why),
                     Err(Failure::Stopped) => return Err(Trouble::Lasting(stopped())),
@@ -367,6 +369,21 @@ impl<T: Transport> HttpSource<T> {
         self.listing.as_ref()
     }
 
+    /// Bytes of a weights file that have passed.
+    #[must_use]
+    pub fn passed(&self, file: &str) -> u64 {
+        match self.files.get(file) {
+            Some(Opened::Weights(remote)) => remote.at,
+            _ => 0,
+        }
+    }
+
+    /// Whether a file has been asked for.
+    #[must_use]
+    pub fn is_open(&self, file: &str) -> bool {
+        self.files.contains_key(file)
+    }
+
     /// Files for which a web page came.
     #[must_use]
     pub fn web_pages(&self) -> Vec<&str> {
@@ -440,6 +457,10 @@ impl<T: Transport> HttpSource<T> {
         self.weights(file).await?;
         let Some(Opened::Weights(remote)) = self.files.get_mut(file) else { return Ok(()) };
         let at = at.min(remote.size);
+        if at == 0 && remote.began == 0 {
+            // It is on its way already.
+            return Ok(());
+        }
         remote.stream = None;
         (remote.at, remote.began, remote.skip) = (at, at, 0);
         remote.filling = vec![0; (at % block) as usize];
@@ -798,14 +819,19 @@ impl<B: Body> Remote<B> {
             self.at = until;
             if until == index * block + self.block_bytes(block, index) {
                 let whole = std::mem::take(&mut self.filling);
-                self.passed(index, whole, kept, wanted)?;
+                self.pass(block, index, whole, kept, wanted)?;
             }
         }
         Ok(())
     }
 
     /// Keeps a block that passed, if it will be asked for and there is room.
-    fn passed(&mut self, index: u64, bytes: Vec<u8>, kept: &mut Kept, wanted: Option<u64>) -> Result<()> {
+    fn pass(&mut self, block: u64, index: u64, bytes: Vec<u8>, kept: &mut Kept, wanted: Option<u64>) -> Result<()> {
+        // Of the block in which the stream began only the end passed; it has been fetched whole since.
+        let beheaded = self.began.checked_sub(index * block).is_some_and(|head| head > 0 && head < bytes.len() as u64);
+        if beheaded && self.headless != Some(index) {
+            return Ok(());
+        }
         let asked_for = self.due.as_ref().is_none_or(|due| due.contains_key(&index));
         if wanted != Some(index) && !asked_for {
             return Ok(());

@@ -5,7 +5,9 @@ pub mod http_source;
 pub mod locator;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod native;
+pub mod remote;
 pub(crate) mod running_hash;
+pub mod store;
 pub mod transport;
 
 #[cfg(test)]

@@ -1,10 +1,19 @@
-//! HTTP for native programs.
+//! What native programs lend: requests by ureq, and a store in a folder.
 
-use std::io::Read;
+use std::cell::RefCell;
+use std::fs::{self, File};
+use std::io::{ErrorKind, Read, Write};
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Duration;
 
+use super::http_source::HttpOptions;
+use super::locator::{Locator, is_repo_id};
+use super::remote::{RemoteSource, Role};
+use super::store::{BlobStore, StoreFailure};
 use super::transport::{Answer, Body, Failure, Transport};
+use crate::error::Result;
+use crate::weights::source::{Either, FolderSource};
 
 /// Bytes of a piece of a body.
 const PIECE_BYTES: usize = 256 << 10;
@@ -178,6 +187,159 @@ impl Body for ReadAhead {
         // The reading thread is gone at the end.
         self.pieces.recv().ok().transpose()
     }
+}
+
+/// A store in a folder: an entry is a folder, a blob a file.
+#[derive(Debug)]
+pub struct FolderStore {
+    root: PathBuf,
+    /// Locked files; the locks end with the value, or with the program.
+    locks: RefCell<Vec<(String, File)>>,
+}
+
+/// Where locks are; no entry's name begins with a dot.
+const LOCKS: &str = ".locks";
+
+impl FolderStore {
+    /// A store in `root`, which is made when it is needed.
+    #[must_use]
+    pub fn new(root: impl Into<PathBuf>) -> Self {
+        Self { root: root.into(), locks: RefCell::default() }
+    }
+
+    /// The folder for caches of the user whose program this is; `None` if the system names none.
+    #[must_use]
+    pub fn default_root() -> Option<PathBuf> {
+        let from = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+        let caches = match std::env::consts::OS {
+            "windows" => from("LOCALAPPDATA"),
+            "macos" => from("HOME").map(|home| home.join("Library/Caches")),
+            _ => from("XDG_CACHE_HOME").or_else(|| from("HOME").map(|home| home.join(".cache"))),
+        };
+        caches.map(|caches| caches.join("forecall"))
+    }
+
+    /// `None` for a name that could lead elsewhere.
+    fn path(&self, name: &str) -> Option<PathBuf> {
+        let plain = |part: &str| {
+            !part.is_empty()
+                && !part.starts_with('.')
+                && part.bytes().all(|c| c.is_ascii_alphanumeric() || matches!(c, b'.' | b'_' | b'-'))
+        };
+        let parts: Vec<_> = name.trim_end_matches('/').split('/').collect();
+        (parts.len() <= 2 && parts.iter().all(|part| plain(part))).then(|| self.root.join(parts.join("/")))
+    }
+
+    fn write(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+        let folder = path.parent().ok_or(ErrorKind::InvalidInput)?;
+        fs::create_dir_all(folder)?;
+        // Whole or not at all: the name comes last.
+        let mut unfinished = path.as_os_str().to_owned();
+        unfinished.push(format!(".part{}", std::process::id()));
+        let unfinished = PathBuf::from(unfinished);
+        let written =
+            File::create(&unfinished).and_then(|mut file| file.write_all(bytes)).and_then(|()| fs::rename(&unfinished, path));
+        if written.is_err() {
+            // What cannot be removed is not listed.
+            let _ = fs::remove_file(&unfinished);
+        }
+        written
+    }
+}
+
+impl BlobStore for FolderStore {
+    async fn get(&self, name: &str) -> Option<Vec<u8>> {
+        fs::read(self.path(name)?).ok()
+    }
+
+    async fn put(&self, name: &str, bytes: &[u8]) -> Result<(), StoreFailure> {
+        let path = self.path(name).ok_or_else(|| StoreFailure::Other(format!("{name} is not a blob's name")))?;
+        Self::write(&path, bytes).map_err(|error| match error.kind() {
+            ErrorKind::StorageFull | ErrorKind::QuotaExceeded => StoreFailure::Full,
+            _ => StoreFailure::Other(format!("{}: {error}", path.display())),
+        })
+    }
+
+    async fn list(&self, prefix: &str) -> Vec<(String, u64)> {
+        let entries = fs::read_dir(&self.root).into_iter().flatten().flatten();
+        let mut blobs = Vec::new();
+        for entry in entries {
+            let entry_name = entry.file_name().to_string_lossy().into_owned();
+            let wanted = prefix.is_empty() || prefix.strip_suffix('/') == Some(entry_name.as_str());
+            if !wanted || self.path(&entry_name).is_none() {
+                continue;
+            }
+            for file in fs::read_dir(entry.path()).into_iter().flatten().flatten() {
+                let name = file.file_name().to_string_lossy().into_owned();
+                if let Ok(about) = file.metadata()
+                    && about.is_file()
+                    && !name.contains(".part")
+                {
+                    blobs.push((format!("{entry_name}/{name}"), about.len()));
+                }
+            }
+        }
+        blobs
+    }
+
+    async fn remove(&self, name: &str) {
+        let Some(path) = self.path(name) else { return };
+        // What cannot be removed stays; it is found again when it is next listed.
+        let _ = if name.ends_with('/') { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+    }
+
+    async fn lock(&self, entry: &str) -> bool {
+        let mut locks = self.locks.borrow_mut();
+        if locks.iter().any(|(held, _)| held == entry) {
+            return true;
+        }
+        if self.path(entry).is_none() {
+            return false;
+        }
+        let folder = self.root.join(LOCKS);
+        let file = fs::create_dir_all(&folder).and_then(|()| File::create(folder.join(entry)));
+        match file {
+            Ok(file) if file.try_lock().is_ok() => {
+                locks.push((entry.to_owned(), file));
+                true
+            }
+            _ => false,
+        }
+    }
+}
+
+/// Where and how a native program finds files.
+#[derive(Debug, Clone, Default)]
+pub struct Places {
+    /// A branch, tag or commit, for repositories.
+    pub revision: Option<String>,
+    /// The hub's address; [`super::locator::HUB_ENDPOINT`] if none is given.
+    pub hub: Option<String>,
+    /// Headers for the source's own origin.
+    pub headers: Vec<(String, String)>,
+    /// The store's folder; `None` stores nothing.
+    pub store: Option<PathBuf>,
+}
+
+/// Files on disk or from the network.
+pub type NativeSource = Either<RemoteSource<UreqTransport, FolderStore>, FolderSource>;
+
+/// Opens what a user named: a folder if there is one, else an address or a repository id.
+///
+/// # Errors
+/// [`crate::Error::Fetch`] if it is neither; [`crate::Error::InvalidOption`] by [`Locator::parse`].
+pub fn open(location: &str, places: &Places, role: Role) -> Result<NativeSource> {
+    let remote = location.contains("://") || is_repo_id(location);
+    if Path::new(location).is_dir() || !remote {
+        return FolderSource::new(location).map(Either::Right);
+    }
+    let locator = Locator::parse(location, places.revision.as_deref(), places.hub.as_deref())?;
+    let options = HttpOptions { headers: places.headers.clone(), ..HttpOptions::default() };
+    let store = places.store.clone().map(FolderStore::new);
+    // Listed by its address, whichever slash it was written with.
+    let listed =
+        if let Locator::Url(base) = &locator { base.clone() } else { location.split('@').next().unwrap_or(location).to_owned() };
+    Ok(Either::Left(RemoteSource::new(UreqTransport::default(), &listed, locator, options, role, store)))
 }
 
 #[cfg(test)]

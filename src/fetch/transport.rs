@@ -38,7 +38,7 @@ impl<B> Answer<B> {
 
 /// A body that is read piece by piece, no faster than it is asked for.
 #[allow(async_fn_in_trait, reason = "futures need not be Send: loading is single-threaded by design")]
-pub trait Body {
+pub trait Body: std::fmt::Debug {
     /// The next bytes; `None` at the end.
     ///
     /// # Errors

@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use super::footprint::Limits;
 use super::matmul::DeviceClass;
 use super::pipelines::PipelineCache;
 use super::shader::Header;
@@ -48,6 +49,15 @@ pub struct GpuInfo {
     pub max_compute_workgroup_storage_size: u32,
     /// Threads of a workgroup.
     pub max_compute_invocations_per_workgroup: u32,
+}
+
+impl GpuInfo {
+    /// The limits that a model can run into.
+    #[must_use]
+    pub fn limits(&self) -> Limits {
+        let Self { max_buffer_size, max_storage_buffer_binding_size, .. } = *self;
+        Limits { max_buffer_size, max_storage_buffer_binding_size }
+    }
 }
 
 /// An open device. Cheap to clone; all clones share the first failure.

@@ -5,6 +5,7 @@
 
 mod buffers;
 pub mod device;
+pub mod footprint;
 pub mod matmul;
 pub mod model;
 mod pipelines;

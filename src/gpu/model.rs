@@ -49,6 +49,18 @@ pub struct ModelOptions {
     pub checkpoint_is_f32: bool,
 }
 
+/// What a model of `program` takes on a GPU.
+pub(super) fn geometry(program: &Program, context: u32) -> Geometry {
+    let logits_row = program.stride(Act::Logits) * 4;
+    Geometry {
+        context,
+        scratch: SCRATCH_SLOTS,
+        max_rows: MAX_ROWS,
+        max_choose: (LOGITS_BYTES / logits_row.max(1)).clamp(LEAST_CHOOSE, MAX_CHOOSE),
+        vocab_size: program.arch.vocab_size,
+    }
+}
+
 /// What the last call did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CallCounters {
@@ -58,6 +70,9 @@ pub struct CallCounters {
     pub weight_bytes: u64,
 }
 
+/// Activations that have buffers.
+pub(super) const ACTS: [Act; 7] = [Act::H, Act::X, Act::Qkv, Act::Attn, Act::Ff, Act::Lora, Act::Logits];
+
 /// A call's activations, one buffer each.
 #[derive(Debug)]
 pub(super) struct Activations(BTreeMap<Act, wgpu::Buffer>);
@@ -65,7 +80,7 @@ pub(super) struct Activations(BTreeMap<Act, wgpu::Buffer>);
 impl Activations {
     fn new(program: &Program, geometry: &Geometry, allocator: &mut Allocator) -> Result<Self> {
         let mut buffers = BTreeMap::new();
-        for act in [Act::H, Act::X, Act::Qkv, Act::Attn, Act::Ff, Act::Lora, Act::Logits] {
+        for act in ACTS {
             if act == Act::Lora && program.lora_width == 0 {
                 continue;
             }
@@ -148,14 +163,7 @@ impl GpuModel {
             (true, true) => KvStorage::F16,
             (true, false) => KvStorage::Pack16,
         };
-        let logits_row = program.stride(Act::Logits) * 4;
-        let geometry = Geometry {
-            context: options.context,
-            scratch: SCRATCH_SLOTS,
-            max_rows: MAX_ROWS,
-            max_choose: (LOGITS_BYTES / logits_row.max(1)).clamp(LEAST_CHOOSE, MAX_CHOOSE),
-            vocab_size: arch.vocab_size,
-        };
+        let geometry = geometry(&program, options.context);
         let mut allocator = Allocator::new(gpu.clone());
         let weights = Weights::new(&program, gpu, &mut allocator)?;
         let acts = Activations::new(&program, &geometry, &mut allocator)?;

@@ -63,26 +63,9 @@ impl Matrix {
         let mut matrix = Self { format, n: spec.n, k: spec.k, parts: Vec::new() };
         let shape = matrix.shape();
         let (tile_data, tile_scales) = ((shape.blocks() * TILE * 16) as u64, (shape.groups() * TILE * 4) as u64);
-        let info = gpu.info();
-        let fits = |tiles: u64| {
-            tiles * tile_data <= info.max_storage_buffer_binding_size
-                && (tiles * tile_data).next_multiple_of(256) + tiles * tile_scales <= info.max_buffer_size
-        };
         let tiles = (spec.n.div_ceil(TILE)) as u64;
-        let part_tiles = (PART_ROWS / TILE) as u64;
-        let per_part = if fits(tiles) {
-            tiles
-        } else {
-            let most = (1..=tiles / part_tiles).rev().map(|parts| parts * part_tiles).find(|&t| fits(t));
-            most.ok_or_else(|| {
-                Error::Unsupported(format!(
-                    "{PART_ROWS} rows of {} take {} bytes, but this GPU binds at most {} at once (maxStorageBufferBindingSize)",
-                    spec.label,
-                    part_tiles * tile_data,
-                    info.max_storage_buffer_binding_size
-                ))
-            })?
-        };
+        let info = gpu.info();
+        let per_part = tiles_per_part(&shape, &spec.label, info.max_storage_buffer_binding_size, info.max_buffer_size)?;
         let mut first = 0;
         while first < tiles {
             let count = per_part.min(tiles - first);
@@ -97,6 +80,30 @@ impl Matrix {
         }
         Ok(matrix)
     }
+}
+
+/// Tiles of a part of a matrix that is shaped like `shape` on a device of these limits: all of them if they fit.
+///
+/// # Errors
+/// [`Error::Unsupported`] naming the limit if not even the smallest part fits.
+pub(super) fn tiles_per_part(shape: &PackedRows, label: &str, most_bound: u64, most_held: u64) -> Result<u64> {
+    let (tile_data, tile_scales) = ((shape.blocks() * TILE * 16) as u64, (shape.groups() * TILE * 4) as u64);
+    let fits = |tiles: u64| {
+        tiles * tile_data <= most_bound && (tiles * tile_data).next_multiple_of(256) + tiles * tile_scales <= most_held
+    };
+    let tiles = shape.n.div_ceil(TILE) as u64;
+    let part_tiles = (PART_ROWS / TILE) as u64;
+    if fits(tiles) {
+        return Ok(tiles);
+    }
+    let most = (1..=tiles / part_tiles).rev().map(|parts| parts * part_tiles).find(|&t| fits(t));
+    most.ok_or_else(|| {
+        Error::Unsupported(format!(
+            "{PART_ROWS} rows of {label} take {} bytes, but this GPU binds at most {most_bound} at once \
+             (maxStorageBufferBindingSize)",
+            part_tiles * tile_data
+        ))
+    })
 }
 
 /// All weights of a program.

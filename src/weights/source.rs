@@ -26,6 +26,15 @@ pub trait ByteSource {
         None
     }
 
+    /// What would have to be fetched for `steps`, and what is stored of them already. Changes nothing.
+    ///
+    /// # Errors
+    /// [`Error::Fetch`].
+    async fn survey(&mut self, steps: &[Step]) -> Result<Survey> {
+        let _ = steps;
+        Ok(Survey::default())
+    }
+
     /// Says what weights will be read in which order, and what will be made of them. Once, before the first step.
     ///
     /// # Errors
@@ -81,6 +90,15 @@ pub struct Step {
     pub reads: Vec<(String, Range<u64>)>,
 }
 
+/// What a loading would fetch.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Survey {
+    /// Weights files and the bytes that would have to come of each.
+    pub files: Vec<(String, u64)>,
+    /// Steps whose outcome is stored.
+    pub stored_steps: Vec<bool>,
+}
+
 /// Something that went wrong without stopping the loading.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Warning {
@@ -120,6 +138,10 @@ impl<A: ByteSource, B: ByteSource> ByteSource for Either<A, B> {
 
     fn traffic(&self) -> Option<Rc<Traffic>> {
         either!(self, source => source.traffic())
+    }
+
+    async fn survey(&mut self, steps: &[Step]) -> Result<Survey> {
+        either!(self, source => source.survey(steps).await)
     }
 
     async fn begin(&mut self, steps: &[Step]) -> Result<()> {

@@ -37,6 +37,23 @@ pub fn checksum(bytes: &[u8]) -> u64 {
     lanes.into_iter().fold(tail, mix)
 }
 
+/// `content` behind the head that shows whether a blob is whole.
+#[must_use]
+pub fn seal(content: &[u8]) -> Vec<u8> {
+    let (length, sum) = (content.len() as u64, checksum(content));
+    [MAGIC.as_slice(), &length.to_le_bytes(), &sum.to_le_bytes(), content].concat()
+}
+
+/// The content of a blob; `None` if it is not whole.
+#[must_use]
+pub fn unseal(blob: &[u8]) -> Option<&[u8]> {
+    let rest = blob.strip_prefix(MAGIC)?;
+    let (length, rest) = rest.split_first_chunk()?;
+    let (sum, content) = rest.split_first_chunk()?;
+    let whole = content.len() as u64 == u64::from_le_bytes(*length) && checksum(content) == u64::from_le_bytes(*sum);
+    whole.then_some(content)
+}
+
 /// Writes a blob.
 #[derive(Debug)]
 pub struct BlobWriter(Vec<u8>);
@@ -89,11 +106,7 @@ impl<'a> BlobReader<'a> {
     /// `None` if `blob` is not whole.
     #[must_use]
     pub fn new(blob: &'a [u8]) -> Option<Self> {
-        let rest = blob.strip_prefix(MAGIC)?;
-        let (length, rest) = rest.split_first_chunk()?;
-        let (sum, content) = rest.split_first_chunk()?;
-        let whole = content.len() as u64 == u64::from_le_bytes(*length) && checksum(content) == u64::from_le_bytes(*sum);
-        whole.then_some(Self(content))
+        unseal(blob).map(Self)
     }
 
     /// The next chunk of a matrix, if it is one of this kind.

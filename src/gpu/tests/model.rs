@@ -8,6 +8,7 @@ use crate::cpu::testing::{Tiny, clean, plan};
 use crate::decode::plan::RowToken;
 use crate::decode::schedule::{ModelCalls, Ticket};
 use crate::error::Error;
+use crate::gpu::footprint::{Limits, footprint};
 use crate::gpu::model::{GpuModel, ModelOptions, Precision};
 use crate::kernels::testing::Q4;
 use crate::weights::WeightSink;
@@ -63,6 +64,35 @@ fn dispatches_and_bytes_are_counted() {
     let cache = 2 * (64 + 160) * 2 * 16 * 2; // per layer: K and V, slots, heads, dimensions, f16
     assert_eq!(memory.kv_cache, 2 * cache);
     assert!(memory.weights >= bytes(true) && memory.working > 0);
+
+    // The same, known beforehand; only the dispatches' parameters are not counted.
+    let of = |m: &crate::model::program::MatrixSpec| {
+        if m.role == crate::model::program::Role::Lora { Format::F16 } else { Q4 }
+    };
+    let formats: Vec<_> = program.matrices.iter().map(of).collect();
+    let before = |context| footprint(&program, &formats, context, 2, Limits::default()).unwrap().memory;
+    let expected = before(64);
+    assert_eq!((expected.weights, expected.kv_cache), (memory.weights, memory.kv_cache));
+    assert!((0..64 << 10).contains(&(memory.working - expected.working)), "{memory:?} {expected:?}");
+    assert_ne!(before(65).kv_cache, memory.kv_cache, "control: another context");
+}
+
+#[test]
+fn limits_that_fail_are_named_beforehand() {
+    let tiny = Tiny { vocab: 5000, ..Tiny::new(Q4) };
+    let program = tiny.program();
+    let formats = vec![Q4; program.matrices.len()];
+    let with = |binding: u64, buffer: u64| {
+        let limits = Limits { max_storage_buffer_binding_size: binding, max_buffer_size: buffer };
+        footprint(&program, &formats, 64, 2, limits)
+    };
+    let refused = |result: Result<_, Error>, about: [&str; 2]| match result {
+        Err(Error::Unsupported(text)) => assert!(about.iter().all(|word| text.contains(word)), "{text}"),
+        other => panic!("{other:?}"),
+    };
+    refused(with(100_000, 1 << 28), ["maxStorageBufferBindingSize", "100000"]);
+    refused(with(1 << 28, 100_000), ["maxBufferSize", "100000"]);
+    with(1 << 27, 1 << 28).unwrap();
 }
 
 #[test]

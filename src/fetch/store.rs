@@ -1,0 +1,178 @@
+//! What is kept of checkpoints: blobs in entries, one entry for each revision of a source. An entry holds
+//!
+//! | blob | what |
+//! | --- | --- |
+//! | `manifest.json` | [`Manifest`]: whose entry it is, and how far it is complete |
+//! | `resume.json` | per weights file, where its download goes on, and the state of its hash there |
+//! | `side-HASH` | a small file, or the part of a weights file that its header is in, as it came |
+//! | `block-HASH` | what a step of loading made: packed rows ([`crate::weights::stored_block`]) |
+//!
+//! Blobs are written once and whole; those that are not whole all the same are seen by their own head and made again.
+//! `resume.json` is written after the blocks that it builds on, so a program may end anywhere.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
+
+use super::locator::{Listed, Listing};
+use super::running_hash::{hash, hex, unhex};
+
+/// The version of entries' layout; others are not read.
+pub const VERSION: u32 = 1;
+/// The blob that says whose an entry is.
+pub const MANIFEST: &str = "manifest.json";
+/// The blob that says where downloads go on.
+pub const RESUME: &str = "resume.json";
+
+/// Why something could not be stored.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum StoreFailure {
+    /// There is no room.
+    Full,
+    /// Anything else, in the platform's words.
+    Other(String),
+}
+
+/// Blobs by name, `entry/blob`, both of letters, digits, `.`, `_` and `-`.
+#[allow(async_fn_in_trait, reason = "futures need not be Send: loading is single-threaded by design")]
+pub trait BlobStore {
+    /// A blob, if it is there and can be read.
+    async fn get(&self, name: &str) -> Option<Vec<u8>>;
+
+    /// Writes a blob whole, in place of one of the same name.
+    ///
+    /// # Errors
+    /// [`StoreFailure`].
+    async fn put(&self, name: &str, bytes: &[u8]) -> Result<(), StoreFailure>;
+
+    /// Names and sizes of the blobs whose names begin with `prefix`: `` for all, or `entry/`.
+    async fn list(&self, prefix: &str) -> Vec<(String, u64)>;
+
+    /// Removes one blob (`entry/blob`) or an entry (`entry/`). What cannot be removed stays.
+    async fn remove(&self, name: &str);
+
+    /// Makes the caller the only one that writes to an entry, until its loading is over; `false` if another one is.
+    async fn lock(&self, entry: &str) -> bool;
+}
+
+/// No store.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct NoStore;
+
+impl BlobStore for NoStore {
+    async fn get(&self, _: &str) -> Option<Vec<u8>> {
+        None
+    }
+
+    async fn put(&self, _: &str, _: &[u8]) -> Result<(), StoreFailure> {
+        Err(StoreFailure::Full)
+    }
+
+    async fn list(&self, _: &str) -> Vec<(String, u64)> {
+        Vec::new()
+    }
+
+    async fn remove(&self, _: &str) {}
+
+    async fn lock(&self, _: &str) -> bool {
+        false
+    }
+}
+
+/// Whose entry it is, and how far it is complete.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Manifest {
+    /// [`VERSION`].
+    pub version: u32,
+    /// The source as its caller wrote it.
+    pub source: String,
+    /// The commit, or what tells the files at an address apart.
+    pub revision: String,
+    /// The branch, tag or commit that was asked for, of a repository.
+    pub asked: Option<String>,
+    /// `model` or `adapter`.
+    pub role: String,
+    /// Whether the model can be loaded from the entry alone, in one form at least.
+    pub complete: bool,
+    /// When it was made, in milliseconds since 1970.
+    pub created: u64,
+    /// When it was last loaded, likewise.
+    pub used: u64,
+    /// The hub's listing.
+    pub listing: Option<StoredListing>,
+    /// Small files that are not there.
+    pub missing: BTreeSet<String>,
+    /// Small files that are stored, and their bytes.
+    pub small: BTreeMap<String, u64>,
+    /// Weights files.
+    pub weights: BTreeMap<String, StoredWeights>,
+}
+
+/// [`Listing`] as it is stored.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StoredListing {
+    commit: String,
+    files: BTreeMap<String, (Option<u64>, Option<String>)>,
+}
+
+/// What is known of a weights file.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct StoredWeights {
+    /// Bytes.
+    pub size: u64,
+    /// What the server's answers carried to tell its versions apart.
+    pub version: Option<String>,
+    /// Whether all of it passed and had the hash that was listed, or no hash is listed and all that was asked for came.
+    pub verified: bool,
+}
+
+/// Where the download of a weights file goes on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ResumePoint {
+    /// The first byte that is needed.
+    pub offset: u64,
+    /// The state of the hash of what was before it.
+    pub hash: String,
+}
+
+impl From<&Listing> for StoredListing {
+    fn from(listing: &Listing) -> Self {
+        let file = |(name, listed): (&String, &Listed)| (name.clone(), (listed.size, listed.sha256.map(|hash| hex(&hash))));
+        Self { commit: listing.commit.clone(), files: listing.files.iter().map(file).collect() }
+    }
+}
+
+impl From<&StoredListing> for Listing {
+    fn from(stored: &StoredListing) -> Self {
+        let hash = |text: &Option<String>| text.as_deref().and_then(unhex).and_then(|bytes| bytes.try_into().ok());
+        let file = |(name, (size, sha256)): (&String, &(Option<u64>, Option<String>))| {
+            (name.clone(), Listed { size: *size, sha256: hash(sha256) })
+        };
+        Self { commit: stored.commit.clone(), files: stored.files.iter().map(file).collect() }
+    }
+}
+
+/// 16 hex digits that stand for `text` in names.
+#[must_use]
+pub fn short_hash(text: &str) -> String {
+    hex(hash(text.as_bytes()).get(..8).unwrap_or_default())
+}
+
+/// The name of the entry for a revision of a source.
+#[must_use]
+pub fn entry_name(source: &str, revision: &str) -> String {
+    format!("{}-{}", short_hash(source), short_hash(revision))
+}
+
+/// The name of the blob of a small file, or of a part of a weights file.
+#[must_use]
+pub fn side_name(file: &str, part: Option<&std::ops::Range<u64>>) -> String {
+    let part = part.map_or_else(String::new, |part| format!(" {} {}", part.start, part.end));
+    format!("side-{}", short_hash(&format!("{file}{part}")))
+}
+
+/// The manifest in `bytes`, if it is one of this version.
+#[must_use]
+pub fn read_manifest(bytes: &[u8]) -> Option<Manifest> {
+    serde_json::from_slice::<Manifest>(bytes).ok().filter(|manifest| manifest.version == VERSION)
+}
