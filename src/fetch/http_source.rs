@@ -18,6 +18,8 @@ use crate::error::{Error, HttpFailure, Result};
 use crate::model::fields::MAX_JSON_BYTES;
 use crate::weights::source::{ByteSource, Step, Traffic};
 
+/// Bytes of a weights file that are asked for first: its header is in them, most often.
+const HEAD_BYTES: u64 = 64 << 10;
 /// Streams open at once; browsers give a server six connections.
 const MAX_STREAMS: usize = 2;
 /// The longest pause between two tries.
@@ -102,6 +104,8 @@ struct Remote<B> {
     began: u64,
     /// The block that holds `began`, while it is kept without what lies before.
     headless: Option<u64>,
+    /// The first bytes, until it is known what will be read.
+    head: Vec<u8>,
     /// Whether what came is a web page.
     web_page: bool,
     hash: Option<RunningHash>,
@@ -422,6 +426,7 @@ impl<T: Transport> HttpSource<T> {
                     stays
                 });
                 remote.due = Some(due);
+                remote.head = Vec::new();
             }
         }
     }
@@ -617,6 +622,7 @@ impl<T: Transport> HttpSource<T> {
             filling: Vec::new(),
             began: 0,
             headless: None,
+            head: Vec::new(),
             web_page: false,
             hash: listed.sha256.map(|_| RunningHash::default()),
             marks: BTreeSet::new(),
@@ -631,20 +637,33 @@ impl<T: Transport> HttpSource<T> {
             return Ok(Opened::Weights(Box::new(remote)));
         }
         self.make_room_for(file);
-        // Asked for by range, so that it does not come compressed.
-        let answer = self.net.get(file, url, Some((0, None))).await?;
+        let (net, kept) = (&mut self.net, &mut self.kept);
+        let first = HEAD_BYTES.min(net.options.block_bytes);
+        // By range, so that it does not come compressed.
+        let mut answer = net.get(file, url, Some((0, Some(first)))).await?;
+        if answer.status == 206 && total(&answer).is_none() {
+            // Across origins a browser may hide the total, but not the length of what is asked for.
+            answer = net.get(file, url, Some((0, None))).await?;
+        }
         remote.size = first_size(file, url, &answer)?;
         remote.version = version(&answer);
-        if answer.status != 416 {
-            remote.ranges = if answer.status == 206 { Some(true) } else { None };
-            remote.stream = Some(answer.body);
-            if remote.size > 0
-                && let Err(error) = remote.advance(&mut self.net, &mut self.kept, Some(0)).await
-            {
-                return Err(if remote.web_page { web_page(file, url) } else { Trouble::Lasting(error) });
-            }
+        let is_head = answer.status == 206 && total(&answer).is_some();
+        remote.ranges = (answer.status == 206).then_some(true);
+        if remote.size == 0 {
+            return Ok(Opened::Weights(Box::new(remote)));
         }
-        Ok(Opened::Weights(Box::new(remote)))
+        let done = if is_head {
+            remote.fetch(net, 0..first.min(remote.size), Some(answer)).await.map(|head| remote.head = head.unwrap_or_default())
+        } else {
+            remote.stream = Some(answer.body);
+            remote.advance(net, kept, Some(0)).await
+        };
+        match done {
+            // A page that does not say that it is one shows in its first bytes.
+            _ if remote.web_page || is_web_page(&remote.head) => Err(web_page(file, url)),
+            Err(error) => Err(Trouble::Lasting(error)),
+            Ok(()) => Ok(Opened::Weights(Box::new(remote))),
+        }
     }
 
     /// Parks the streams that were not read for longest.
@@ -668,9 +687,14 @@ impl<T: Transport> HttpSource<T> {
     }
 }
 
+/// The size of the whole file that an answer to a request for a range tells.
+fn total<B>(answer: &Answer<B>) -> Option<u64> {
+    answer.header("content-range").and_then(|range| range.rsplit_once('/')).and_then(|(_, total)| total.trim().parse().ok())
+}
+
 /// A weights file's size by the answer to a request for all of it.
 fn first_size<B>(file: &str, url: &str, answer: &Answer<B>) -> Result<u64, Trouble> {
-    let total = answer.header("content-range").and_then(|range| range.rsplit_once('/')).and_then(|(_, total)| total.parse().ok());
+    let total = total(answer);
     let length = answer.number("content-length");
     let size = match answer.status {
         // How an empty file answers a request for its first bytes.
@@ -860,27 +884,37 @@ impl<B: Body> Remote<B> {
         kept.bytes -= std::mem::take(&mut self.blocks).values().map(|bytes| bytes.len() as u64).sum::<u64>();
     }
 
-    /// Fetches a block that passed and was dropped.
-    async fn again<T: Transport<Body = B>>(&mut self, net: &mut Net<T>, kept: &mut Kept, block: u64, index: u64) -> Result<()> {
-        let (start, length) = (index * block, self.block_bytes(block, index));
+    /// Fetches `range` beside the stream; `opened` is an answer whose body that is. `None` if the server has no ranges: then the
+    /// file passes once more, from its start.
+    async fn fetch<T: Transport<Body = B>>(
+        &mut self,
+        net: &mut Net<T>,
+        range: Range<u64>,
+        mut opened: Option<Answer<B>>,
+    ) -> Result<Option<Vec<u8>>> {
+        let length = range.end - range.start;
         let mut bytes = Vec::with_capacity(length as usize);
         let mut failures = 0;
         while (bytes.len() as u64) < length {
-            let at = start + bytes.len() as u64;
-            let asked = if self.ranges == Some(false) { None } else { Some((at, Some(start + length))) };
-            let broke = match net.ask(&self.file, &self.url, asked.or(Some((0, None)))).await {
+            let at = range.start + bytes.len() as u64;
+            let asked = if self.ranges == Some(false) { (0, None) } else { (at, Some(range.end)) };
+            let answer = match opened.take() {
+                Some(answer) => Ok(answer),
+                None => net.ask(&self.file, &self.url, Some(asked)).await,
+            };
+            let broke = match answer {
                 Ok(answer) if answer.status == 200 => {
-                    // No ranges: the file passes once more, from its start.
                     self.check(&answer, 0)?;
                     self.ranges = Some(false);
                     (self.at, self.began, self.skip, self.headless) = (0, 0, 0, None);
                     self.filling.clear();
                     self.hash = self.sha256.filter(|_| !self.checked).map(|_| RunningHash::default());
                     self.stream = Some(answer.body);
-                    return Ok(());
+                    return Ok(None);
                 }
                 Ok(mut answer) => {
-                    self.check(&answer, asked.map_or(0, |(at, _)| at))?;
+                    self.check(&answer, at)?;
+                    self.ranges = Some(true);
                     loop {
                         match answer.body.next().await {
                             Ok(Some(more)) => {
@@ -892,9 +926,11 @@ impl<B: Body> Remote<B> {
                                     break None;
                                 }
                             }
-                            Ok(None) => break Some(self.broken(start + bytes.len() as u64, failures + 1, "it ended early")),
+                            Ok(None) => {
+                                break Some(self.broken(range.start + bytes.len() as u64, failures + 1, "it ended early"));
+                            }
                             Err(Failure::Broken(why)) => {
-                                break Some(self.broken(start + bytes.len() as u64, failures + 1, &why));
+                                break Some(self.broken(range.start + bytes.len() as u64, failures + 1, &why));
                             }
                             Err(Failure::Stopped) => return Err(stopped()),
                         }
@@ -907,6 +943,13 @@ impl<B: Body> Remote<B> {
                 net.patience(failure, &mut failures).await?;
             }
         }
+        Ok(Some(bytes))
+    }
+
+    /// Fetches a block that passed and was dropped.
+    async fn again<T: Transport<Body = B>>(&mut self, net: &mut Net<T>, kept: &mut Kept, block: u64, index: u64) -> Result<()> {
+        let start = index * block;
+        let Some(bytes) = self.fetch(net, start..start + self.block_bytes(block, index), None).await? else { return Ok(()) };
         if self.sums.get(&index).is_some_and(|known| *known != sum(&bytes)) {
             return Err(self.error("changed on the server while it was read"));
         }
@@ -917,6 +960,17 @@ impl<B: Body> Remote<B> {
 
     /// Bytes `range`, which lie in the file.
     async fn read<T: Transport<Body = B>>(&mut self, net: &mut Net<T>, kept: &mut Kept, range: Range<u64>) -> Result<Vec<u8>> {
+        // Headers, while it is not known what will be read: no reason to start the stream.
+        if let Some(head) = self.head.get(range.start as usize..range.end as usize) {
+            return Ok(head.to_vec());
+        }
+        let idle = self.due.is_none() && self.stream.is_none() && self.at == 0 && self.ranges != Some(false);
+        if idle && let Some(bytes) = self.fetch(net, range.clone(), None).await? {
+            if range.start == 0 && is_web_page(&bytes) {
+                return Err(web_page(&self.file, &self.url).into_error());
+            }
+            return Ok(bytes);
+        }
         let block = net.options.block_bytes;
         let mut out = Vec::with_capacity((range.end - range.start) as usize);
         let mut at = range.start;
@@ -1003,6 +1057,10 @@ impl<T: Transport> ByteSource for HttpSource<T> {
             }
             _ => Err(self.no_such(file)),
         }
+    }
+
+    fn why_absent(&self, file: &str) -> Option<Error> {
+        Some(self.no_such(file))
     }
 
     fn traffic(&self) -> Option<Rc<Traffic>> {

@@ -502,12 +502,21 @@ impl<T: Transport, B: BlobStore> ByteSource for RemoteSource<T, B> {
         {
             return Ok(bytes);
         }
+        // A blob was not whole: only what is in it is fetched again.
+        let in_parts = self.entry.as_ref().is_some_and(|entry| begun && entry.files.get(file) == Some(&Way::Parts));
+        if in_parts {
+            self.http.by_range(file).await?;
+        }
         let bytes = self.http.read(file, range.clone()).await;
         let bytes = self.checked(bytes).await?;
         if whole || part.is_some() {
             self.remember_side(file, part, &bytes);
         }
         Ok(bytes)
+    }
+
+    fn why_absent(&self, file: &str) -> Option<Error> {
+        self.http.why_absent(file)
     }
 
     fn traffic(&self) -> Option<Rc<Traffic>> {

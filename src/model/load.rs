@@ -187,7 +187,10 @@ pub async fn load_checkpoint<S: ByteSource>(
     watch(start)?;
     let base = &mut sources.base;
     let config = read_small(base, "config.json", MAX_JSON_BYTES).await?;
-    let config = config.ok_or_else(|| Error::Fetch("the checkpoint has no config.json; is the address right?".into()))?;
+    let config = config.ok_or_else(|| {
+        let missing = || Error::Fetch("the checkpoint has no config.json; is the address right?".into());
+        base.why_absent("config.json").unwrap_or_else(missing)
+    })?;
     let mut files = SideFiles { config, ..SideFiles::default() };
     files.generation_config = read_small(base, "generation_config.json", MAX_JSON_BYTES).await?;
     files.tokenizer = read_small(base, "tokenizer.json", MAX_JSON_BYTES).await?;
@@ -344,7 +347,10 @@ async fn find_adapter<S: ByteSource>(sources: &mut Sources<S>) -> Result<Option<
         AdapterFrom::None => Ok(None),
         AdapterFrom::Source(source) => {
             let config = read_small(source, adapter::CONFIG, MAX_JSON_BYTES).await?;
-            let config = config.ok_or_else(|| Error::Fetch(format!("the draft adapter has no {}", adapter::CONFIG)))?;
+            let config = config.ok_or_else(|| {
+                let missing = || Error::Fetch(format!("the draft adapter has no {}", adapter::CONFIG));
+                source.why_absent(adapter::CONFIG).unwrap_or_else(missing)
+            })?;
             read_adapter(source, "", config).await.map(Some)
         }
         AdapterFrom::Auto => {

@@ -42,7 +42,8 @@ impl TensorIndex {
             return Ok(single);
         }
         let Some(bytes) = read_small(source, INDEX, MAX_JSON_BYTES).await? else {
-            return Err(Error::Fetch(format!("the checkpoint has neither {SINGLE} nor {INDEX}")));
+            let missing = || Error::Fetch(format!("the checkpoint has neither {SINGLE} nor {INDEX}"));
+            return Err(source.why_absent(SINGLE).unwrap_or_else(missing));
         };
         let shards = weight_map(&bytes)?;
         let mut index = Self::default();

@@ -21,6 +21,12 @@ pub trait ByteSource {
     /// [`Error::Fetch`] naming the file.
     async fn read(&mut self, file: &str, range: Range<u64>) -> Result<Vec<u8>>;
 
+    /// Why a file is not there, where more can be said than that.
+    fn why_absent(&self, file: &str) -> Option<Error> {
+        let _ = file;
+        None
+    }
+
     /// What the source counts while it waits for a network; `None` for sources that have none.
     fn traffic(&self) -> Option<Rc<Traffic>> {
         None
@@ -134,6 +140,10 @@ impl<A: ByteSource, B: ByteSource> ByteSource for Either<A, B> {
 
     async fn read(&mut self, file: &str, range: Range<u64>) -> Result<Vec<u8>> {
         either!(self, source => source.read(file, range).await)
+    }
+
+    fn why_absent(&self, file: &str) -> Option<Error> {
+        either!(self, source => source.why_absent(file))
     }
 
     fn traffic(&self) -> Option<Rc<Traffic>> {

@@ -1,0 +1,863 @@
+//! Loading from a network that behaves and from one that does not: the same model as from a folder, or a refusal that names
+//! what is wrong; what is stored is right, or is not there.
+
+mod checkpoints;
+mod server;
+mod synthetic;
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock, Mutex};
+use std::time::Duration;
+
+use checkpoints::{golden_folder, ids};
+use forecall::engine::{AdapterFrom, Backend, LoadEvent, LoadOptions, Model, Offered, Phase, Quantize, Sources};
+use forecall::fetch::http_source::HttpOptions;
+use forecall::fetch::locator::Locator;
+use forecall::fetch::native::{FolderStore, UreqTransport};
+use forecall::fetch::remote::{RemoteSource, Role};
+use forecall::fetch::store::{BlobStore, StoreFailure};
+use forecall::gpu::footprint::Limits;
+use forecall::weights::source::{ByteSource, FolderSource};
+use forecall::{Error, Result};
+use pollster::block_on;
+use serde_json::{Value, json};
+use server::{Content, Reply, Request, Server};
+use sha2::{Digest, Sha256};
+use synthetic::Shape;
+
+/// A folder that is gone with the value.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new() -> Self {
+        static COUNT: AtomicUsize = AtomicUsize::new(0);
+        let name = format!("loading-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+        std::fs::create_dir_all(&folder).unwrap();
+        Self(folder)
+    }
+
+    /// Files below it, by name, locks aside.
+    fn files(&self) -> Vec<PathBuf> {
+        let entries = std::fs::read_dir(&self.0).unwrap().map(|entry| entry.unwrap().path());
+        let entries = entries.filter(|entry| !entry.ends_with(".locks"));
+        let mut files: Vec<_> = entries.flat_map(|e| std::fs::read_dir(e).unwrap().map(|file| file.unwrap().path())).collect();
+        files.sort();
+        files
+    }
+
+    fn blocks(&self) -> Vec<PathBuf> {
+        self.files().into_iter().filter(|file| name_of(file).starts_with("block-")).collect()
+    }
+
+    fn manifests(&self) -> Vec<Value> {
+        self.files().iter().filter(|file| name_of(file) == "manifest.json").map(|file| checkpoints::json(file)).collect()
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn name_of(file: &Path) -> String {
+    file.file_name().unwrap().to_string_lossy().into_owned()
+}
+
+/// Files of a checkpoint by name.
+type Files = BTreeMap<String, Content>;
+
+const WEIGHTS: &str = "model.safetensors";
+
+/// 41 MB in some batches, so that there is something to interrupt.
+static BIG: LazyLock<Files> = LazyLock::new(|| big(1));
+
+fn big_shape() -> Shape {
+    Shape::llama(512, 3, 3072, 8000)
+}
+
+fn big(seed: u64) -> Files {
+    let shape = big_shape();
+    let config = shape.config.to_string();
+    [("config.json", config.into_bytes()), (WEIGHTS, shape.file(seed))]
+        .into_iter()
+        .map(|(name, bytes)| (name.to_owned(), Content::Bytes(Arc::new(bytes))))
+        .collect()
+}
+
+fn golden(name: &str) -> Files {
+    let folder = golden_folder(name);
+    let mut files = Files::new();
+    for part in ["", "draft_adapter/", "linear_spec_lora/"] {
+        let Ok(entries) = std::fs::read_dir(folder.join(part)) else { continue };
+        for file in entries.map(|entry| entry.unwrap().path()).filter(|path| path.is_file()) {
+            let bytes = std::fs::read(&file).unwrap();
+            files.insert(format!("{part}{}", name_of(&file)), Content::from(bytes.as_slice()));
+        }
+    }
+    files
+}
+
+fn bytes(content: &Content) -> &[u8] {
+    match content {
+        Content::Bytes(bytes) | Content::Padded(bytes, _) => bytes,
+    }
+}
+
+fn sha256(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// A hub's listing of `files` at `commit`, with the hash of those that end in safetensors.
+fn listing(files: &Files, commit: &str) -> Value {
+    let siblings: Vec<_> = files
+        .iter()
+        .map(|(name, content)| {
+            let mut sibling = json!({ "rfilename": name, "size": content.len() });
+            if name.ends_with(".safetensors") {
+                sibling["lfs"] = json!({ "sha256": sha256(bytes(content)), "size": content.len() });
+            }
+            sibling
+        })
+        .collect();
+    json!({ "sha": commit, "siblings": siblings })
+}
+
+/// What a well-behaved server answers: `files` below `/m/`, and as the repository `o/m` at branch `v1`.
+fn serve(files: &Files, commit: &str, listing: &Value, request: &Request) -> Reply {
+    if request.path == "/api/models/o/m/revision/v1?blobs=true" || request.path == "/api/models/o/m/revision/main?blobs=true" {
+        return Reply::whole(&Content::from(listing.to_string().as_bytes()));
+    }
+    let hub = format!("/o/m/resolve/{commit}/");
+    let name = request.path.strip_prefix("/m/").or(request.path.strip_prefix(&hub));
+    match name.and_then(|name| files.get(name)) {
+        Some(content) => Reply::ranged(request, content, &format!("\"{commit}\"")),
+        None => Reply::status(404),
+    }
+}
+
+fn server(files: &Files) -> Server {
+    faulty(files, |_, reply| reply)
+}
+
+/// A server that does to each answer what `fault` does.
+fn faulty(files: &Files, fault: impl Fn(&Request, Reply) -> Reply + Send + Sync + 'static) -> Server {
+    let (files, listing) = (files.clone(), listing(files, "c0ffee"));
+    Server::start(move |request| fault(request, serve(&files, "c0ffee", &listing, request)))
+}
+
+fn http_options() -> HttpOptions {
+    HttpOptions { first_pause: Duration::from_millis(1), ..HttpOptions::default() }
+}
+
+type Remote<B = FolderStore> = RemoteSource<UreqTransport, B>;
+
+fn remote<B: BlobStore>(location: &str, hub: Option<&str>, options: HttpOptions, store: Option<B>) -> Remote<B> {
+    let locator = Locator::parse(location, None, hub).unwrap();
+    RemoteSource::new(UreqTransport::new(Duration::from_millis(400)), location, locator, options, Role::Model, store)
+}
+
+fn url(server: &Server, store: Option<&Scratch>) -> Sources<Remote> {
+    let base = remote(&format!("{}/m/", server.address), None, http_options(), store.map(|s| FolderStore::new(&s.0)));
+    Sources { base, adapter: AdapterFrom::Auto }
+}
+
+fn hub(server: &Server, store: Option<&Scratch>) -> Sources<Remote> {
+    let base = remote("o/m@v1", Some(&server.address), http_options(), store.map(|s| FolderStore::new(&s.0)));
+    Sources { base, adapter: AdapterFrom::Auto }
+}
+
+/// What a model computes, and what was told while it was loaded.
+#[derive(Debug)]
+struct Loaded {
+    logits: Vec<Vec<f32>>,
+    phases: Vec<Phase>,
+    warnings: Vec<&'static str>,
+}
+
+async fn loaded<S: ByteSource>(
+    sources: &mut Sources<S>,
+    quantize: Option<Quantize>,
+    mut go_on: impl FnMut(&LoadEvent) -> bool,
+) -> Result<Loaded> {
+    let options = LoadOptions { backend: Backend::Cpu, quantize, context_length: Some(64), ..LoadOptions::default() };
+    let (mut phases, mut warnings) = (Vec::new(), Vec::new());
+    let model = Model::load(sources, &options, &mut |event| {
+        match &event {
+            LoadEvent::Progress(progress) if phases.last() != Some(&progress.phase) => phases.push(progress.phase),
+            LoadEvent::Progress(_) => {}
+            LoadEvent::Warning(warning) => warnings.push(warning.code),
+        }
+        go_on(&event)
+    })
+    .await;
+    // A model is ready, or there is none.
+    assert_eq!(phases.contains(&Phase::Ready), model.is_ok(), "{phases:?}");
+    let logits = model?.logits(&[1, 5, 9, 3], None).await?.causal;
+    Ok(Loaded { logits, phases, warnings })
+}
+
+fn load<S: ByteSource>(mut sources: Sources<S>, quantize: Option<Quantize>) -> Result<Loaded> {
+    block_on(loaded(&mut sources, quantize, |_| true))
+}
+
+fn from_folder(files: &Files, quantize: Option<Quantize>) -> Vec<Vec<f32>> {
+    let folder = Scratch::new();
+    for (name, content) in files {
+        let path = folder.0.join(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, bytes(content)).unwrap();
+    }
+    load(Sources { base: FolderSource::new(&folder.0).unwrap(), adapter: AdapterFrom::Auto }, quantize).unwrap().logits
+}
+
+static EXPECTED: LazyLock<Vec<Vec<f32>>> = LazyLock::new(|| from_folder(&BIG, None));
+static EXPECTED_Q4: LazyLock<Vec<Vec<f32>>> = LazyLock::new(|| from_folder(&BIG, Some(Quantize::Q4)));
+
+fn refused<R: std::fmt::Debug>(result: Result<R>, about: &[&str]) -> Error {
+    match result {
+        Err(error) => {
+            let text = error.to_string();
+            assert!(about.iter().all(|word| text.contains(word)), "{about:?} are not named: {text}");
+            assert_eq!(error.code(), "Fetch", "{text}");
+            error
+        }
+        Ok(_) => panic!("it was loaded; expected a refusal about {about:?}"),
+    }
+}
+
+fn data_bytes() -> u64 {
+    BIG[WEIGHTS].len()
+}
+
+#[test]
+fn the_same_model_from_everywhere_and_without_a_network_after_one_load() {
+    let q4 = Some(Quantize::Q4);
+    assert_ne!(*EXPECTED, *EXPECTED_Q4, "control: another form is another model");
+    assert_ne!(*EXPECTED, from_folder(&big(2), None), "control: another seed is another model");
+    let (store, server) = (Scratch::new(), server(&BIG));
+    for sources in [url, hub] {
+        let first = load(sources(&server, None), None).unwrap();
+        assert_eq!(first.logits, *EXPECTED);
+        assert_eq!(first.phases.first(), Some(&Phase::Config));
+        assert!([Phase::Download, Phase::Upload, Phase::Ready].iter().all(|phase| first.phases.contains(phase)), "{first:?}");
+        assert!(first.warnings.is_empty());
+
+        // Stored: the second time no weight travels, and nothing at all where a commit pins it but the listing.
+        server.forget();
+        assert_eq!(load(sources(&server, Some(&store)), None).unwrap().logits, *EXPECTED);
+        let sent = server.sent();
+        assert!((data_bytes()..data_bytes() + (2 << 20)).contains(&sent), "each byte travels once: {sent}");
+        server.forget();
+        assert_eq!(load(sources(&server, Some(&store)), None).unwrap().logits, *EXPECTED);
+        assert!(server.sent() < 8 << 20, "{} bytes travelled for a model that is stored", server.sent());
+
+        // Another form reuses no block, and stands beside the first.
+        let before = store.blocks().len();
+        server.forget();
+        assert_eq!(load(sources(&server, Some(&store)), q4).unwrap().logits, *EXPECTED_Q4);
+        assert!(server.sent() >= data_bytes() - (1 << 20));
+        assert!(store.blocks().len() > before);
+    }
+    let manifests = store.manifests();
+    assert_eq!(manifests.len(), 2);
+    for manifest in &manifests {
+        assert_eq!((&manifest["complete"], &manifest["role"], &manifest["version"]), (&json!(true), &json!("model"), &json!(1)));
+        assert!(manifest["source"] == "o/m@v1" || manifest["source"] == format!("{}/m/", server.address), "{manifest}");
+        assert!(manifest["created"].as_u64().unwrap() <= manifest["used"].as_u64().unwrap());
+    }
+    // Converted, not as it came: f16 takes as much as bf16, q4 a good quarter of it.
+    let stored: u64 = store.blocks().iter().map(|block| block.metadata().unwrap().len()).sum();
+    assert!(stored < 2 * data_bytes() * 14 / 10, "{stored}");
+
+    server.stop();
+    for sources in [url, hub] {
+        let offline = load(sources(&server, Some(&store)), None).unwrap();
+        assert_eq!(offline.logits, *EXPECTED);
+        assert_eq!(offline.warnings, ["store-offline"]);
+        assert_eq!(load(sources(&server, Some(&store)), q4).unwrap().logits, *EXPECTED_Q4);
+        // Control: what is not stored does not load.
+        refused(load(sources(&server, None), None), &["cannot be reached"]);
+        refused(load(sources(&server, Some(&store)), Some(Quantize::Q8)), &["cannot be reached"]);
+    }
+}
+
+#[test]
+fn adapters_tokenizers_and_shards_come_too() {
+    let files = golden("tiny-llama-tied");
+    let (store, server) = (Scratch::new(), server(&files));
+    let expected = from_folder(&files, None);
+    for _ in 0..2 {
+        assert_eq!(load(url(&server, Some(&store)), None).unwrap().logits, expected);
+        assert_eq!(load(hub(&server, Some(&store)), None).unwrap().logits, expected);
+    }
+    // The adapter's blocks are apart from the base's: without it, those of the base are reused.
+    let blocks = store.blocks().len();
+    let mut without = hub(&server, Some(&store));
+    without.adapter = AdapterFrom::None;
+    load(without, None).unwrap();
+    assert_eq!(store.blocks().len(), blocks);
+    // An adapter from a place of its own has an entry of its own.
+    let adapter: Files =
+        files.iter().filter_map(|(name, c)| Some((name.strip_prefix("draft_adapter/")?.to_owned(), c.clone()))).collect();
+    let other = self::server(&adapter);
+    let mut apart = hub(&server, Some(&store));
+    let location = format!("{}/m/", other.address);
+    let locator = Locator::parse(&location, None, None).unwrap();
+    let folder = Some(FolderStore::new(&store.0));
+    let transport = UreqTransport::default();
+    apart.adapter = AdapterFrom::Source(RemoteSource::new(transport, &location, locator, http_options(), Role::Adapter, folder));
+    assert_eq!(load(apart, None).unwrap().logits, expected);
+    assert_eq!(store.manifests().iter().filter(|manifest| manifest["role"] == "adapter").count(), 1);
+
+    // Two shards and an index.
+    let shape = big_shape();
+    let whole = bytes(&BIG[WEIGHTS]);
+    let (full_header, _) = shape.header(|_| true);
+    let mut files: Files = [("config.json".to_owned(), BIG["config.json"].clone())].into();
+    let mut map = serde_json::Map::new();
+    for half in 0..2 {
+        let wanted = |i: usize| (i >= 20) == (half == 1);
+        let (mut shard, size) = shape.header(wanted);
+        let mut at = full_header.len();
+        for (i, (name, sizes)) in shape.tensors.iter().enumerate() {
+            let length = 2 * sizes.iter().product::<u64>() as usize;
+            if wanted(i) {
+                shard.extend_from_slice(&whole[at..at + length]);
+                map.insert(name.clone(), format!("model-{half}.safetensors").into());
+            }
+            at += length;
+        }
+        assert_eq!(shard.len() as u64, size);
+        files.insert(format!("model-{half}.safetensors"), Content::from(shard.as_slice()));
+    }
+    files.insert("model.safetensors.index.json".into(), Content::from(json!({ "weight_map": map }).to_string().as_bytes()));
+    let (store, server) = (Scratch::new(), self::server(&files));
+    for sources in [url, hub] {
+        assert_eq!(load(sources(&server, Some(&store)), None).unwrap().logits, *EXPECTED);
+        server.forget();
+        assert_eq!(load(sources(&server, Some(&store)), None).unwrap().logits, *EXPECTED);
+        assert!(server.sent() < 8 << 20, "{}", server.sent());
+    }
+}
+
+#[test]
+fn a_network_that_breaks_gives_the_same_model() {
+    type Fault = fn(u64, &Request, Reply) -> Reply;
+    let faults: [(&str, Fault); 6] = [
+        (
+            "cut after 3 MB, every time",
+            |_, _, reply| if reply.to - reply.from > 3_000_001 { reply.cut(3_000_001) } else { reply },
+        ),
+        ("cut in the header", |n, _, reply| if n < 3 { reply.cut(5) } else { reply }),
+        ("stalls", |n, _, reply| if n == 1 { reply.stall(9_000_000) } else { reply }),
+        ("busy", |n, _, reply| if n % 2 == 0 { Reply::status(503) } else { reply.cut(9_999_999) }),
+        ("no ranges", |_, _, reply| Reply::whole(&reply.content)),
+        ("no ranges, and breaks once", |n, _, reply| {
+            if n == 0 { Reply::whole(&reply.content).cut(20_000_000) } else { Reply::whole(&reply.content) }
+        }),
+    ];
+    for (name, fault) in faults {
+        for from_hub in [false, true] {
+            let count = AtomicU64::new(0);
+            let server = faulty(&BIG, move |request, reply| match request.path.ends_with(WEIGHTS) {
+                true => fault(count.fetch_add(1, Ordering::SeqCst), request, reply),
+                false => reply,
+            });
+            let store = Scratch::new();
+            let sources = if from_hub { hub(&server, Some(&store)) } else { url(&server, Some(&store)) };
+            let done = load(sources, None).unwrap_or_else(|error| panic!("{name}: {error}"));
+            assert_eq!(done.logits, *EXPECTED, "{name}");
+            assert!(store.manifests().iter().all(|manifest| manifest["complete"] == true), "{name}");
+            if name.starts_with("cut after") {
+                let starts: Vec<_> = server.asked_for(WEIGHTS).iter().map(|request| request.range.unwrap().0).collect();
+                // Behind the request for the header.
+                let starts = &starts[1..];
+                assert!(starts.windows(2).all(|pair| pair[1] == pair[0] + 3_000_001), "taken up at its byte: {starts:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_wrong_is_refused_by_name_and_never_kept() {
+    type Fault = fn(u64, &Request, Reply) -> Reply;
+    const HTML: &[u8] = b"<!doctype html><title>Welcome</title>";
+    fn html() -> Reply {
+        Reply::whole(&Content::from(HTML)).with("content-type", "text/html")
+    }
+    let faults: [(&str, Fault, &[&str]); 12] = [
+        ("everything is a page", |_, _, _| html(), &["web page"]),
+        ("weights are a page", |_, r, reply| if r.path.ends_with(WEIGHTS) { html() } else { reply }, &["web page"]),
+        (
+            "a page that does not say so",
+            |_, r, reply| if r.path.ends_with(WEIGHTS) { html().with("content-type", "application/octet-stream") } else { reply },
+            &["web page"],
+        ),
+        ("401", |_, _, _| Reply::status(401), &["401", "permission"]),
+        ("403", |_, r, reply| if r.path.ends_with(WEIGHTS) { Reply::status(403) } else { reply }, &["403", "permission"]),
+        ("404", |_, _, _| Reply::status(404), &[]),
+        ("500", |_, r, reply| if r.path.ends_with(WEIGHTS) { Reply::status(500) } else { reply }, &["500", "later"]),
+        (
+            "shorter than it says",
+            |_, r, reply| if r.path.ends_with(WEIGHTS) { Reply { to: reply.to - 1, ..reply }.cut(u64::MAX / 2) } else { reply },
+            &[WEIGHTS],
+        ),
+        (
+            "another version after a break",
+            |n, r, reply| match (r.path.ends_with(WEIGHTS), n) {
+                (false, _) => reply,
+                (true, 0..3) => reply.cut(10_000_000),
+                (true, _) => reply.with("etag", "\"other\""),
+            },
+            &["changed on the server"],
+        ),
+        (
+            "another size after a break",
+            |n, r, reply| match (r.path.ends_with(WEIGHTS), n) {
+                (false, _) => reply,
+                (true, 0..3) => reply.cut(10_000_000),
+                (true, _) => {
+                    let from = reply.from;
+                    reply.with("content-range", &format!("bytes {from}-39999999/40000000"))
+                }
+            },
+            &["bytes"],
+        ),
+        (
+            "ranges that begin elsewhere",
+            |n, r, reply| match (r.path.ends_with(WEIGHTS), n) {
+                (false, _) => reply,
+                (true, 0..3) => reply.cut(10_000_000),
+                (true, _) => reply.with("content-range", &format!("bytes 0-9/{}", data_bytes())),
+            },
+            &["ranges are broken"],
+        ),
+        (
+            "weights come compressed",
+            |_, r, reply| {
+                if r.path.ends_with(WEIGHTS) { Reply::whole(&reply.content).with("content-encoding", "br") } else { reply }
+            },
+            &["compressed"],
+        ),
+    ];
+    for (name, fault, about) in faults {
+        for from_hub in [false, true] {
+            let count = Arc::new(AtomicU64::new(0));
+            let counted = Arc::clone(&count);
+            let server = faulty(&BIG, move |request, reply| {
+                let weights = request.path.ends_with(WEIGHTS);
+                let n = if weights { counted.fetch_add(1, Ordering::SeqCst) } else { counted.load(Ordering::SeqCst) };
+                fault(n, request, reply)
+            });
+            let store = Scratch::new();
+            let sources = if from_hub { hub(&server, Some(&store)) } else { url(&server, Some(&store)) };
+            let error = refused(load(sources, None), about);
+            for file in store.blocks() {
+                // What is there was made of bytes that came as they should.
+                assert!(!name.contains("version") && !name.contains("size"), "{name}: {error}: {} is kept", file.display());
+            }
+            assert!(store.manifests().iter().all(|manifest| manifest["complete"] == false), "{name}");
+            for file in store.files() {
+                let kept = std::fs::read(&file).unwrap();
+                assert!(!kept.windows(HTML.len()).any(|window| window == HTML), "{name}: a page is kept in {}", file.display());
+            }
+        }
+    }
+}
+
+#[test]
+fn a_hash_that_does_not_agree_deletes_the_entry_and_never_reaches_ready() {
+    // One bit of one weight, of the last and of the first bytes.
+    for at in [data_bytes() as usize - 1, data_bytes() as usize / 2, 100_000] {
+        let mut damaged = BIG.clone();
+        let mut weights = bytes(&BIG[WEIGHTS]).to_vec();
+        weights[at] ^= 1;
+        damaged.insert(WEIGHTS.into(), Content::Bytes(Arc::new(weights)));
+        let listing = listing(&BIG, "c0ffee");
+        let server = Server::start(move |request| serve(&damaged, "c0ffee", &listing, request));
+        let store = Scratch::new();
+        let mut phases = Vec::new();
+        let mut sources = hub(&server, Some(&store));
+        let failed = block_on(loaded(&mut sources, None, |event| {
+            if let LoadEvent::Progress(progress) = event {
+                phases.push(progress.phase);
+            }
+            true
+        }));
+        refused(failed, &["SHA-256", WEIGHTS, "the hub lists"]);
+        assert!(!phases.contains(&Phase::Ready));
+        assert!(store.files().is_empty(), "{:?}", store.files());
+    }
+    // Control: the right bytes, which are also all that an address can be held to.
+    let store = Scratch::new();
+    load(hub(&server(&BIG), Some(&store)), None).unwrap();
+    assert!(!store.files().is_empty());
+}
+
+/// Loads until `bytes` weights bytes have come, then stops.
+fn stopped_at(mut sources: Sources<Remote>, bytes: u64) {
+    let stopped = block_on(loaded(&mut sources, None, |event| match event {
+        LoadEvent::Progress(progress) => progress.phase != Phase::Download || progress.done < bytes,
+        LoadEvent::Warning(_) => true,
+    }));
+    assert!(matches!(&stopped, Err(Error::Aborted(_))), "{:?}", stopped.map(|loaded| loaded.phases));
+}
+
+#[test]
+fn a_download_that_was_stopped_goes_on_at_its_byte() {
+    const BATCH: u64 = 9 << 20;
+    for from_hub in [false, true] {
+        let sources = |server: &Server, store: &Scratch| match from_hub {
+            true => hub(server, Some(store)),
+            false => url(server, Some(store)),
+        };
+        for stop in [1 << 20, 12 << 20, 20 << 20, 30 << 20] {
+            let (store, server) = (Scratch::new(), server(&BIG));
+            stopped_at(sources(&server, &store), stop);
+            let stored = store.blocks().len();
+            assert!(stop < BATCH || stored > 0, "{stored} blocks at {stop}");
+            server.forget();
+            let resumed = load(sources(&server, &store), None).unwrap();
+            assert_eq!(resumed.logits, *EXPECTED, "stopped at {stop}");
+            let sent = server.sent();
+            assert!(sent <= data_bytes() - stop.saturating_sub(2 * BATCH) + (1 << 20), "{sent} bytes came again after {stop}");
+            if stored > 0 {
+                let asked = server.asked_for(WEIGHTS);
+                let start = asked.iter().filter_map(|request| request.range).map(|(from, _)| from).max().unwrap();
+                assert!(start > 0, "{asked:?}");
+                if from_hub {
+                    // The one request begins where the blocks that are stored end.
+                    assert_eq!(asked.len(), 1, "{asked:?}");
+                    assert_eq!(sent, data_bytes() - start + listing(&BIG, "c0ffee").to_string().len() as u64);
+                }
+            }
+            server.stop();
+            assert_eq!(load(sources(&server, &store), None).unwrap().logits, *EXPECTED);
+        }
+        // Stopped over and over again, it ends all the same, and every stop leaves more.
+        let (store, server) = (Scratch::new(), server(&BIG));
+        for _ in 0..4 {
+            let before = store.blocks().len();
+            stopped_at(sources(&server, &store), 12 << 20);
+            assert!(store.blocks().len() > before, "{before}");
+            server.forget();
+        }
+        assert_eq!(load(sources(&server, &store), None).unwrap().logits, *EXPECTED);
+    }
+}
+
+#[test]
+fn a_resumed_download_is_still_held_to_its_hash() {
+    // The second half is damaged; the first half was fetched from a good server.
+    let store = Scratch::new();
+    let good = bytes(&BIG[WEIGHTS]).to_vec();
+    let mut bad = good.clone();
+    *bad.last_mut().unwrap() ^= 1;
+    let (damage, listing) = (Arc::new(AtomicBool::new(false)), listing(&BIG, "c0ffee"));
+    let seen = Arc::clone(&damage);
+    let server = Server::start(move |request| {
+        let mut files = BIG.clone();
+        if seen.load(Ordering::SeqCst) {
+            files.insert(WEIGHTS.into(), Content::from(bad.as_slice()));
+        }
+        serve(&files, "c0ffee", &listing, request)
+    });
+    stopped_at(hub(&server, Some(&store)), 20 << 20);
+    assert!(!store.blocks().is_empty());
+    damage.store(true, Ordering::SeqCst);
+    refused(load(hub(&server, Some(&store)), None), &["SHA-256"]);
+    assert!(store.files().is_empty(), "{:?}", store.files());
+    // Control: with the right second half the same way ends well.
+    damage.store(false, Ordering::SeqCst);
+    stopped_at(hub(&server, Some(&store)), 20 << 20);
+    assert_eq!(load(hub(&server, Some(&store)), None).unwrap().logits, *EXPECTED);
+}
+
+#[test]
+fn torn_blobs_are_seen_and_made_again() {
+    let (store, server) = (Scratch::new(), server(&BIG));
+    for sources in [url, hub] {
+        load(sources(&server, Some(&store)), None).unwrap();
+    }
+    for file in store.files() {
+        let whole = std::fs::read(&file).unwrap();
+        for spoil in [0, 1, 2] {
+            let mut torn = whole.clone();
+            match spoil {
+                0 => torn.truncate(whole.len() / 2),
+                1 => torn.clear(),
+                _ => {
+                    let middle = whole.len() / 2;
+                    torn[middle..].fill(0);
+                }
+            }
+            if torn == whole {
+                continue;
+            }
+            std::fs::write(&file, &torn).unwrap();
+            server.forget();
+            for sources in [url, hub] {
+                let again = load(sources(&server, Some(&store)), None);
+                assert_eq!(again.unwrap().logits, *EXPECTED, "{} spoilt in way {spoil}", file.display());
+            }
+            if name_of(&file).starts_with("block-") {
+                assert_eq!(std::fs::read(&file).unwrap(), whole, "it was made again");
+                assert!(server.sent() < 20 << 20, "only what was missing travels: {}", server.sent());
+            }
+        }
+    }
+}
+
+/// A store in memory that holds so many bytes and no more.
+#[derive(Debug, Clone, Default)]
+struct Limited {
+    blobs: Rc<RefCell<BTreeMap<String, Vec<u8>>>>,
+    room: Rc<Cell<u64>>,
+    failure: Option<StoreFailure>,
+}
+
+impl BlobStore for Limited {
+    async fn get(&self, name: &str) -> Option<Vec<u8>> {
+        self.blobs.borrow().get(name).cloned()
+    }
+
+    async fn put(&self, name: &str, bytes: &[u8]) -> Result<(), StoreFailure> {
+        let used: u64 = self.blobs.borrow().values().map(|blob| blob.len() as u64).sum();
+        if used + bytes.len() as u64 > self.room.get() {
+            return Err(self.failure.clone().unwrap_or(StoreFailure::Full));
+        }
+        self.blobs.borrow_mut().insert(name.to_owned(), bytes.to_vec());
+        Ok(())
+    }
+
+    async fn list(&self, prefix: &str) -> Vec<(String, u64)> {
+        let blobs = self.blobs.borrow();
+        blobs.iter().filter(|(name, _)| name.starts_with(prefix)).map(|(name, blob)| (name.clone(), blob.len() as u64)).collect()
+    }
+
+    async fn remove(&self, name: &str) {
+        self.blobs.borrow_mut().retain(|known, _| if name.ends_with('/') { !known.starts_with(name) } else { known != name });
+    }
+
+    async fn lock(&self, _: &str) -> bool {
+        true
+    }
+}
+
+#[test]
+fn a_store_that_is_full_costs_a_warning_and_no_more() {
+    let server = server(&BIG);
+    let with = |store: &Limited, quantize| {
+        let base = remote("o/m@v1", Some(&server.address), http_options(), Some(store.clone()));
+        load(Sources { base, adapter: AdapterFrom::Auto }, quantize).unwrap()
+    };
+    for room in [0, 100, 3_000, 1 << 20, 20 << 20, 36 << 20] {
+        let store = Limited::default();
+        store.room.set(room);
+        let done = with(&store, None);
+        assert_eq!((done.logits, done.warnings), (EXPECTED.clone(), vec!["store-quota"]), "room for {room} bytes");
+        assert!(store.blobs.borrow().is_empty(), "what was begun is removed: {room}");
+    }
+    let store = Limited { failure: Some(StoreFailure::Other("the disk is gone".into())), ..Limited::default() };
+    assert_eq!(with(&store, None).warnings, ["store-failed"]);
+    // Where the model is stored in one form already, that one stays.
+    let store = Limited::default();
+    store.room.set(42 << 20);
+    assert!(with(&store, None).warnings.is_empty(), "control: there is room");
+    let blobs = store.blobs.borrow().len();
+    let other = with(&store, Some(Quantize::Q4));
+    assert_eq!((other.logits, other.warnings), (EXPECTED_Q4.clone(), vec!["store-quota"]));
+    assert!(store.blobs.borrow().len() <= blobs + 1);
+    server.forget();
+    assert_eq!(with(&store, None).logits, *EXPECTED);
+    assert!(server.sent() < 1 << 20);
+}
+
+#[test]
+fn two_at_once_do_not_disturb_each_other() {
+    let (store, server) = (Scratch::new(), server(&BIG));
+    let mut first = hub(&server, Some(&store));
+    // The second is loaded whole while the first is on its way.
+    let second = RefCell::new(None);
+    let done = block_on(loaded(&mut first, None, |event| {
+        if let (LoadEvent::Progress(progress), None) = (event, &*second.borrow())
+            && progress.phase == Phase::Upload
+        {
+            let loaded = load(hub(&server, Some(&store)), None).unwrap();
+            assert_eq!((&loaded.logits, &loaded.warnings), (&*EXPECTED, &vec!["store-busy"]));
+        }
+        if matches!(event, LoadEvent::Progress(progress) if progress.phase == Phase::Upload) {
+            second.replace(Some(()));
+        }
+        true
+    }));
+    assert_eq!(done.unwrap().logits, *EXPECTED);
+    drop(first);
+    server.stop();
+    let after = load(hub(&server, Some(&store)), None).unwrap();
+    assert_eq!((after.logits, after.warnings), (EXPECTED.clone(), vec!["store-offline"]));
+}
+
+#[test]
+fn a_new_revision_takes_the_place_of_the_old_one() {
+    let changed = big(3);
+    let expected = from_folder(&changed, None);
+    let version = Arc::new(Mutex::new((BIG.clone(), "c0ffee")));
+    let seen = Arc::clone(&version);
+    let server = Server::start(move |request| {
+        let (files, commit) = seen.lock().unwrap().clone();
+        let listed = if request.path.starts_with("/api/") { listing(&files, commit) } else { Value::Null };
+        serve(&files, commit, &listed, request)
+    });
+    let store = Scratch::new();
+    for sources in [url, hub] {
+        *version.lock().unwrap() = (BIG.clone(), "c0ffee");
+        assert_eq!(load(sources(&server, Some(&store)), None).unwrap().logits, *EXPECTED);
+        let entries = store.manifests().len();
+        *version.lock().unwrap() = (changed.clone(), "decaf");
+        // Stopped half-way, the old one is still there.
+        stopped_at(sources(&server, Some(&store)), 12 << 20);
+        assert_eq!(store.manifests().len(), entries + 1);
+        assert_eq!(load(sources(&server, Some(&store)), None).unwrap().logits, expected);
+        assert_eq!(store.manifests().len(), entries, "the old one is gone");
+    }
+}
+
+#[test]
+fn headers_go_to_their_own_server_only() {
+    // Weights lie on another host, as those of a hub do.
+    let weights = Arc::new(server(&BIG));
+    let elsewhere = weights.address.clone();
+    let hub_server = faulty(&BIG, move |request, reply| match request.headers.get("authorization").map(String::as_str) {
+        Some("Bearer secret") if request.path.ends_with(WEIGHTS) => {
+            Reply::status(302).with("location", &format!("{elsewhere}/m/{WEIGHTS}?signed=1#x"))
+        }
+        Some("Bearer secret") => reply,
+        _ => Reply::status(401),
+    });
+    let to_weights = faulty(&BIG, |request, reply| {
+        let _ = request;
+        reply
+    });
+    drop(to_weights);
+    let headers = vec![("authorization".to_owned(), "Bearer secret".to_owned())];
+    let options = HttpOptions { headers, ..http_options() };
+    let base = remote::<FolderStore>("o/m@v1", Some(&hub_server.address), options, None);
+    // The other host serves by path, whatever the query.
+    let done = load(Sources { base, adapter: AdapterFrom::Auto }, None);
+    let asked = weights.requests();
+    assert!(!asked.is_empty() && asked.iter().all(|request| !request.headers.contains_key("authorization")), "{asked:?}");
+    assert!(asked.iter().all(|request| request.range.is_some()), "ranges go along");
+    // That host knows no such path with a query, which is told by name.
+    refused(done, &[WEIGHTS, "404"]);
+    // Control: without the header the hub refuses.
+    refused(load(hub(&hub_server, None), None), &["401", "permission"]);
+}
+
+#[test]
+fn preflight_says_what_it_would_take_and_reads_no_weight() {
+    let (store, server) = (Scratch::new(), server(&BIG));
+    let ask = |quantize, limits: Option<Limits>, store: Option<&Scratch>| {
+        let backend = if limits.is_none() { Backend::Cpu } else { Backend::Gpu };
+        let options = LoadOptions { backend, quantize, context_length: Some(256), ..LoadOptions::default() };
+        let offered = Offered { limits, quota_left: Some(1000) };
+        block_on(Model::preflight(&mut hub(&server, store), &options, offered)).unwrap()
+    };
+    let all = ask(None, Some(Limits::default()), Some(&store));
+    assert_eq!((&all["fits"], &all["reason"], &all["model_type"]), (&json!(true), &Value::Null, &json!("llama")));
+    assert_eq!(all["download"]["bytes"], data_bytes());
+    assert_eq!(all["download"]["files"], json!([{ "file": WEIGHTS, "bytes": data_bytes() }]));
+    assert_eq!(all["store"]["quota_left"], 1000);
+    assert!(store.files().is_empty(), "nothing is stored");
+    let weights = all["memory"]["weights"].as_u64().unwrap();
+    assert!((data_bytes()..data_bytes() * 11 / 10).contains(&weights), "{all}");
+    assert_eq!(all["memory"]["kv_cache"], 3 * 2 * (256 + 160) * 4 * 64 * 2);
+    let q4 = ask(Some(Quantize::Q4), Some(Limits::default()), Some(&store));
+    assert!(q4["memory"]["weights"].as_u64().unwrap() < weights / 2, "{q4}");
+    assert!(q4["quantization"].as_str().unwrap().starts_with("4-bit"), "{q4}");
+    assert!(server.sent() < 6 << 20, "{} bytes came for configs and headers", server.sent());
+
+    for (limits, name) in [
+        (Limits { max_storage_buffer_binding_size: 50_000, ..Limits::default() }, "maxStorageBufferBindingSize"),
+        (Limits { max_buffer_size: 50_000, ..Limits::default() }, "maxBufferSize"),
+    ] {
+        let tight = ask(None, Some(limits), None);
+        assert_eq!((&tight["fits"], &tight["limit"]), (&json!(false), &json!(name)), "{tight}");
+        assert!(tight["reason"].as_str().unwrap().contains("50000"), "{tight}");
+    }
+    let cpu = ask(None, None, None);
+    assert_eq!((&cpu["fits"], &cpu["backend"]), (&json!(true), &json!("cpu")));
+
+    // What is stored is not fetched, and is said to be there.
+    stopped_at(hub(&server, Some(&store)), 20 << 20);
+    let part = ask(None, None, Some(&store));
+    let left = part["download"]["bytes"].as_u64().unwrap();
+    assert!(left < data_bytes() && left > data_bytes() / 4, "{part}");
+    assert!(part["download"]["stored_bytes"].as_u64().unwrap() > 0);
+    load(hub(&server, Some(&store)), None).unwrap();
+    let done = ask(None, None, Some(&store));
+    assert_eq!((&done["download"]["bytes"], &done["store"]["bytes_needed"]), (&json!(0), &json!(0)), "{done}");
+    assert_eq!(ask(Some(Quantize::Q4), None, Some(&store))["download"]["bytes"], data_bytes());
+}
+
+#[test]
+fn the_command_line_loads_from_addresses_and_repositories() {
+    let files = golden("tiny-llama-tied");
+    let server = faulty(&files, |request, reply| match request.headers.get("x-key").map(String::as_str) {
+        Some("a: b") => reply,
+        _ => Reply::status(403),
+    });
+    let store = Scratch::new();
+    let run = |model: &str, more: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_forecall"));
+        command.args([
+            "generate",
+            "--backend",
+            "cpu",
+            "--json",
+            "--max-tokens",
+            "8",
+            "--prompt",
+            "every morning",
+            "--model",
+            model,
+        ]);
+        command.args(["--store", &store.0.display().to_string()]).args(more).env_remove("HF_ENDPOINT");
+        let output = command.output().unwrap();
+        (output.status.success(), String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap())
+    };
+    let tokens = |(success, stdout, stderr): (bool, String, String)| {
+        assert!(success, "{stderr}");
+        ids(&serde_json::from_str::<Value>(&stdout).unwrap()["tokens"])
+    };
+    let expected = tokens(run(&golden_folder("tiny-llama-tied").display().to_string(), &[]));
+    assert!(store.files().is_empty(), "folders are not stored");
+    let (address, key) = (format!("{}/m", server.address), ["--header", "X-Key: a: b"]);
+    assert_eq!(tokens(run(&address, &key)), expected);
+    let hub = ["--header", "X-Key: a: b", "--hub-url", &server.address];
+    assert_eq!(tokens(run("o/m@v1", &hub)), expected);
+    assert_eq!(tokens(run("o/m", &[hub.as_slice(), &["--revision", "v1"]].concat())), expected);
+    assert_eq!(tokens(run("o/m", &hub)), expected);
+    let refused = |(success, stdout, stderr): (bool, String, String), about: &str| {
+        assert!(!success && stdout.is_empty() && stderr.contains(about), "{stderr}");
+        assert_eq!(stderr.trim_end().lines().count(), 1, "one sentence: {stderr}");
+    };
+    refused(run(&address, &["--store", "none"][..0]), "permission");
+    refused(run("o/m@v2", &hub), "no such revision");
+    refused(run("o/m@v1", &[hub.as_slice(), &["--revision", "v2"]].concat()), "two revisions");
+    refused(run("./o/m", &hub), "no such folder");
+    refused(run("ftp://x/y", &[]), "ftp");
+    refused(run("o/m", &["--header", "nonsense"]), "NAME: VALUE");
+    server.stop();
+    let (success, stdout, stderr) = run("o/m@v1", &hub);
+    assert!(stderr.contains("warning: ") && stderr.contains("could not be checked"), "{stderr}");
+    assert_eq!(tokens((success, stdout, stderr)), expected);
+    refused(run("o/other", &hub), "cannot be reached");
+}
