@@ -160,7 +160,7 @@ type Remote<B = FolderStore> = RemoteSource<UreqTransport, B>;
 
 fn remote<B: BlobStore>(location: &str, hub: Option<&str>, options: HttpOptions, store: Option<B>) -> Remote<B> {
     let locator = Locator::parse(location, None, hub).unwrap();
-    RemoteSource::new(UreqTransport::new(Duration::from_millis(400)), location, locator, options, Role::Model, store)
+    RemoteSource::new(UreqTransport::new(Duration::from_secs(3)), location, locator, options, Role::Model, store)
 }
 
 fn url(server: &Server, store: Option<&Scratch>) -> Sources<Remote> {

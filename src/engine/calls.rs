@@ -1,6 +1,7 @@
 //! The backends behind one type.
 
 use crate::cpu::CpuModel;
+#[cfg(not(target_arch = "wasm32"))]
 use crate::cpu::reference::Reference;
 use crate::decode::plan::{CallPlan, Choice};
 use crate::decode::schedule::{Geometry, ModelCalls, Ticket};
@@ -16,7 +17,8 @@ pub(super) enum Calls {
     Gpu(Box<GpuModel>),
     /// The fast CPU path.
     Cpu(Box<CpuModel>),
-    /// The f64 twins.
+    /// The f64 twins; in a page they would only be weight.
+    #[cfg(not(target_arch = "wasm32"))]
     Reference(Box<Reference>),
 }
 
@@ -26,6 +28,7 @@ macro_rules! each {
         match $self {
             Calls::Gpu($calls) => $body,
             Calls::Cpu($calls) => $body,
+            #[cfg(not(target_arch = "wasm32"))]
             Calls::Reference($calls) => $body,
         }
     };

@@ -48,6 +48,7 @@ impl Facts {
             backend: match calls {
                 Calls::Gpu(_) => "webgpu",
                 Calls::Cpu(_) => "cpu",
+                #[cfg(not(target_arch = "wasm32"))]
                 Calls::Reference(_) => "reference",
             },
             reason,
@@ -91,6 +92,7 @@ impl Model {
         let (device, gpu_memory) = match &self.calls {
             Calls::Gpu(gpu) => (device(gpu.gpu().info()), memory(gpu)),
             Calls::Cpu(cpu) => (json!({ "name": cpu.describe() }), Value::Null),
+            #[cfg(not(target_arch = "wasm32"))]
             Calls::Reference(_) => (json!({ "name": "CPU, f64" }), Value::Null),
         };
         json!({

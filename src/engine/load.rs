@@ -9,6 +9,7 @@ use std::task::Poll;
 use super::calls::Calls;
 use super::info::Facts;
 use super::{Model, choose, preflight};
+#[cfg(not(target_arch = "wasm32"))]
 use crate::cpu::reference::Reference;
 use crate::cpu::{CpuModel, CpuOptions};
 use crate::decode::ScheduleOptions;
@@ -268,7 +269,7 @@ impl Model {
                 let limits = model.gpu().info().limits();
                 footprint(&checkpoint.program, checkpoint.formats(), context, kv_bytes, limits)?;
             }
-            Calls::Cpu(_) | Calls::Reference(_) => {
+            _ => {
                 preflight::check_cpu(&checkpoint, context, kv_bytes, cfg!(target_arch = "wasm32"))?;
             }
         }
@@ -329,7 +330,10 @@ async fn open(options: &LoadOptions, checkpoint: &Checkpoint, context: u32, half
     };
     let asked = "asked for".to_owned();
     match options.backend {
+        #[cfg(not(target_arch = "wasm32"))]
         Backend::Reference => Ok((Calls::Reference(Box::new(Reference::new(program(), context))), asked)),
+        #[cfg(target_arch = "wasm32")]
+        Backend::Reference => Err(Error::Unsupported("the reference backend is native only; use webgpu or cpu".into())),
         Backend::Cpu => Ok((cpu(), asked)),
         Backend::Gpu => Ok((on_gpu(&Gpu::open(options.gpu).await?)?, asked)),
         // A software adapter is several times slower than the CPU path on the same cores.

@@ -66,6 +66,7 @@ impl Model {
                 let (keys, values) = cpu.cache(layer);
                 LayerKeyValues { keys: wide(keys), values: wide(values) }
             }
+            #[cfg(not(target_arch = "wasm32"))]
             Calls::Reference(reference) => {
                 let cache = reference.cache(layer);
                 LayerKeyValues { keys: cache.keys.to_vec(), values: cache.values.to_vec() }

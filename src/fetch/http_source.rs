@@ -763,10 +763,19 @@ impl<B: Body> Remote<B> {
         }
     }
 
+    /// [`Remote::check`]; an answer that is no part of the file may be a page that does not say so.
+    async fn check_or_page(&mut self, answer: &mut Answer<B>, at: u64) -> Result<(), Trouble> {
+        let Err(error) = self.check(answer, at) else { return Ok(()) };
+        match answer.body.next().await {
+            Ok(Some(bytes)) if is_web_page(&bytes) => Err(web_page(&self.file, &self.url)),
+            _ => Err(Trouble::Lasting(error)),
+        }
+    }
+
     /// Opens the stream at the next byte that has not passed.
     async fn connect<T: Transport<Body = B>>(&mut self, net: &mut Net<T>) -> Result<(), Trouble> {
-        let answer = net.ask(&self.file, &self.url, Some((self.at, None))).await?;
-        self.check(&answer, self.at).map_err(Trouble::Lasting)?;
+        let mut answer = net.ask(&self.file, &self.url, Some((self.at, None))).await?;
+        self.check_or_page(&mut answer, self.at).await?;
         self.ranges = Some(answer.status == 206);
         self.skip = if answer.status == 206 { 0 } else { self.at };
         self.stream = Some(answer.body);
@@ -903,8 +912,8 @@ impl<B: Body> Remote<B> {
                 None => net.ask(&self.file, &self.url, Some(asked)).await,
             };
             let broke = match answer {
-                Ok(answer) if answer.status == 200 => {
-                    self.check(&answer, 0)?;
+                Ok(mut answer) if answer.status == 200 => {
+                    self.check_or_page(&mut answer, 0).await.map_err(Trouble::into_error)?;
                     self.ranges = Some(false);
                     (self.at, self.began, self.skip, self.headless) = (0, 0, 0, None);
                     self.filling.clear();

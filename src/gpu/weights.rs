@@ -98,11 +98,12 @@ pub(super) fn tiles_per_part(shape: &PackedRows, label: &str, most_bound: u64, m
     }
     let most = (1..=tiles / part_tiles).rev().map(|parts| parts * part_tiles).find(|&t| fits(t));
     most.ok_or_else(|| {
-        Error::Unsupported(format!(
-            "{PART_ROWS} rows of {label} take {} bytes, but this GPU binds at most {most_bound} at once \
-             (maxStorageBufferBindingSize)",
-            part_tiles * tile_data
-        ))
+        let bound = part_tiles * tile_data;
+        let (bytes, what, most) = match bound > most_bound {
+            true => (bound, "binds at most", format!("{most_bound} at once (maxStorageBufferBindingSize)")),
+            false => (bound + part_tiles * tile_scales, "has buffers of at most", format!("{most_held} (maxBufferSize)")),
+        };
+        Error::Unsupported(format!("{PART_ROWS} rows of {label} take {bytes} bytes, but this GPU {what} {most}"))
     })
 }
 
