@@ -1,20 +1,13 @@
-// The look before the leap: what the device can do, and what a model would cost to fetch.
+// The look before the leap: what the device can do, and what a model would take.
 
-import { sizeWithoutBody } from './bytes.js';
+import { Client } from './client.js';
 import { describeDevice, type DeviceInfo } from './device.js';
 import { ForecallError } from './errors.js';
-import { folderUrl } from './options.js';
-import type { Backend } from './types.js';
+import { loadRequest } from './options.js';
+import type { Backend, LoadOptions, ModelSource } from './types.js';
 
-/** Options of {@link availability}. */
-export interface AvailabilityOptions {
-  /** As in `load`. */
-  adapter?: string | URL | undefined;
-  /** As in `load`. */
-  backend?: Backend | undefined;
-  /** As in `load`. */
-  headers?: Record<string, string> | undefined;
-}
+/** Options of {@link availability}: those of `load`, with the same meaning. */
+export type AvailabilityOptions = Omit<LoadOptions, 'onProgress' | 'onWarning'>;
 
 /** What {@link availability} found. */
 export interface Availability {
@@ -26,80 +19,55 @@ export interface Availability {
   available: boolean;
   /** Why not, or why it would not be on a GPU. */
   reason: string | null;
-  /** Files that `load` would fetch, with their bytes (`null` where the server does not say). Empty without a source. */
-  files: { file: string; bytes: number | null }[];
-  /** Bytes of these files; `null` if one is unknown. */
-  bytes: number | null;
+  /** The limit that fails, by its name in WebGPU or in words; `null` if none does. */
+  limit: string | null;
+  /** The checkpoint; `null` without a source, and where it cannot be read. */
+  model: { type: string; quantization: string; tokenizer: boolean; drafter: boolean } | null;
+  /** What `load` would fetch: bytes still to come, bytes stored already, and all files. */
+  download: { bytes: number; stored: number; files: { file: string; bytes: number }[] } | null;
+  /** Bytes on the device: weights, KV cache, working memory, and the largest piece that one shader binds. */
+  memory: { weights: number; cache: number; working: number; largestBinding: number } | null;
+  /** Bytes that storing would take, and that the browser still gives this site; `null` where it does not say. */
+  room: { needed: number; left: number | null } | null;
 }
 
-const TEXT_FILES = ['config.json', 'generation_config.json', 'tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja'];
-const WEIGHTS = 'model.safetensors';
-const INDEX = 'model.safetensors.index.json';
-const ADAPTER_FILES = ['adapter_config.json', 'adapter_model.safetensors'] as const;
-const ADAPTER_FOLDERS = ['linear_spec_lora/', 'draft_adapter/'];
-
 /**
- * Says what this device can do and, given a source, what loading it would fetch. Sizes are asked for without bodies;
- * only a sharded checkpoint's index is read. Does not reject for a model that cannot be had: `reason` says so.
+ * Says what this device can do and, given a source, what loading it would take. Reads the checkpoint's small files and the
+ * headers of its weights, but no weights. Does not reject for a model that cannot be had: `reason` says so.
  */
-export async function availability(source?: string | URL, options: AvailabilityOptions = {}): Promise<Availability> {
+export async function availability(source?: ModelSource, options: AvailabilityOptions = {}): Promise<Availability> {
+  const call = source === undefined ? null : loadRequest(source, options, 'availability');
   const device = await describeDevice();
-  const { backend: wanted = 'auto' } = options;
-  const onGpu = wanted !== 'cpu' && device.webgpu && (wanted === 'webgpu' || !device.adapter?.fallback);
-  const backend = onGpu ? 'webgpu' : wanted === 'webgpu' ? null : 'cpu';
+  const wanted = options.backend ?? 'auto';
+  const backend = backendOn(device, wanted);
   const software = wanted === 'auto' && device.adapter?.fallback ? 'The browser offers a GPU in software only, which is slower than the CPU itself.' : null;
-  const found: Availability = { device, backend, available: backend !== null, reason: wanted === 'cpu' ? null : (device.reason ?? software), files: [], bytes: null };
-  if (source === undefined) return found;
-  const headers = { ...options.headers };
+  const found: Availability = {
+    device,
+    backend,
+    available: backend !== null,
+    reason: wanted === 'cpu' ? null : (device.reason ?? software),
+    limit: null,
+    model: null,
+    download: null,
+    memory: null,
+    room: null,
+  };
+  if (call === null || backend === null) return found;
   try {
-    const base = folderUrl('the source', source);
-    const sizes = (folder: string, prefix: string, names: readonly string[]) =>
-      Promise.all(names.map(async (name) => ({ file: prefix + name, bytes: await optional(sizeWithoutBody(folder, name, headers)) })));
-    const present = (files: { file: string; bytes: number | null | undefined }[]) => {
-      for (const { file, bytes } of files) if (bytes !== undefined) found.files.push({ file, bytes });
-    };
-
-    const [config, ...texts] = await sizes(base, '', TEXT_FILES);
-    if (config?.bytes === undefined) throw new ForecallError('Fetch', `there is no config.json at ${base}, so this is no checkpoint folder. Check the address of the model.`, { missing: true });
-    present([config, ...texts]);
-
-    const [weights] = await sizes(base, '', [WEIGHTS]);
-    if (weights?.bytes !== undefined) present([weights]);
-    else present(await sizes(base, '', await shards(base, headers)));
-
-    if (options.adapter === undefined) {
-      for (const folder of ADAPTER_FOLDERS) {
-        const [config] = await sizes(base, '', [`${folder}${ADAPTER_FILES[0]}`]);
-        if (config?.bytes === undefined) continue;
-        present([config, ...(await sizes(base, '', [`${folder}${ADAPTER_FILES[1]}`]))]);
-        break;
-      }
-    } else if (options.adapter !== 'none') present(await sizes(folderUrl('the adapter', options.adapter), 'adapter/', ADAPTER_FILES));
-
-    found.bytes = found.files.reduce<number | null>((sum, { bytes }) => (sum === null || bytes === null ? null : sum + bytes), 0);
+    const { model_type: type, quantization, tokenizer, drafter, fits, reason, limit, download, memory, store } = await new Client(call).preflight();
+    found.model = { type, quantization, tokenizer, drafter };
+    found.download = { bytes: download.bytes, stored: download.stored_bytes, files: download.files };
+    found.memory = { weights: memory.weights, cache: memory.kv_cache, working: memory.working, largestBinding: memory.largest_binding };
+    found.room = { needed: store.bytes_needed, left: store.quota_left };
+    if (!fits) Object.assign(found, { available: false, reason, limit });
   } catch (error) {
-    if (!(error instanceof ForecallError)) throw error;
-    found.available = false;
-    found.reason = [backend === null ? device.reason : null, error.message].filter(Boolean).join(' ');
+    if (!(error instanceof ForecallError) || error.code === 'Aborted') throw error;
+    Object.assign(found, { available: false, reason: error.message });
   }
   return found;
 }
 
-/** `undefined` for a file that is not there. */
-async function optional<T>(size: Promise<T>): Promise<T | undefined> {
-  try {
-    return await size;
-  } catch (error) {
-    if (error instanceof ForecallError && error.missing) return undefined;
-    throw error;
-  }
-}
-
-/** Names of a sharded checkpoint's weight files. */
-async function shards(base: string, headers: Record<string, string>): Promise<string[]> {
-  const response = await fetch(new URL(INDEX, base), { headers, referrerPolicy: 'no-referrer' }).catch(() => null);
-  const index = response?.ok ? ((await response.json().catch(() => null)) as { weight_map?: Record<string, unknown> } | null) : null;
-  const names = Object.values(index?.weight_map ?? {}).filter((name): name is string => typeof name === 'string');
-  if (names.length === 0) throw new ForecallError('Fetch', `there is neither ${WEIGHTS} nor a readable ${INDEX} at ${base}.`, { missing: true });
-  return [...new Set(names)];
+function backendOn(device: DeviceInfo, wanted: Backend): Availability['backend'] {
+  if (wanted !== 'cpu' && device.webgpu && (wanted === 'webgpu' || !device.adapter?.fallback)) return 'webgpu';
+  return wanted === 'webgpu' ? null : 'cpu';
 }

@@ -2,11 +2,29 @@
 
 import { ForecallError, fromErrorData } from './errors.js';
 import { Generation, type GenerationSink } from './generation.js';
-import type { Command, Event, GenerateRequest, LoadRequest } from './messages.js';
-import type { GenerateResult, LoadProgress, ModelInfo } from './types.js';
+import type { EnginePreflight } from './engine.js';
+import type { Command, Event, GenerateRequest } from './messages.js';
+import type { LoadCall } from './options.js';
+import { answerGets, getter } from './transport.js';
+import type { GenerateResult, LoadProgress, ModelInfo, Warning } from './types.js';
 
 /** How long a worker may take to free the device before it is ended regardless. */
 const DISPOSE_MS = 3000;
+/** How long a stopped load may take to note where it stopped; without that note, what it had stored still counts. */
+const STOP_MS = 2000;
+
+/** Who hears of a load. */
+export interface LoadListeners {
+  onProgress?: ((progress: LoadProgress) => void) | undefined;
+  onWarning?: ((warning: Warning) => void) | undefined;
+}
+
+interface Loading {
+  loaded: (info: ModelInfo) => void;
+  looked: (found: EnginePreflight) => void;
+  reject: (error: ForecallError) => void;
+  listeners: LoadListeners;
+}
 
 interface Running {
   id: number;
@@ -20,14 +38,17 @@ interface Running {
 /** A worker with a model in it. */
 export class Client {
   readonly #worker: Worker;
-  #load: { resolve: (info: ModelInfo) => void; reject: (error: ForecallError) => void; onProgress: (progress: LoadProgress) => void } | null = null;
+  readonly #call: LoadCall;
+  #load: Loading | null = null;
   #running: Running | null = null;
   #disposed: (() => void) | null = null;
   /** Why nothing more can be asked. */
   #ended: ForecallError | null = null;
   #nextId = 1;
 
-  constructor(workerUrl: string | null) {
+  constructor(call: LoadCall) {
+    const { workerUrl } = call;
+    this.#call = call;
     this.#worker = spawn(workerUrl);
     this.#worker.onmessage = ({ data }: MessageEvent<Event>) => this.#hear(data);
     // An error event without a message is a script that could not be fetched.
@@ -44,15 +65,47 @@ export class Client {
   }
 
   /** Loads the model. On failure or abort the worker is gone. */
-  load(request: LoadRequest, onProgress: (progress: LoadProgress) => void, signal: AbortSignal | undefined): Promise<ModelInfo> {
-    const loading = new Promise<ModelInfo>((resolve, reject) => {
-      this.#load = { resolve, reject, onProgress };
-      this.#send({ type: 'load', request });
+  load(listeners: LoadListeners): Promise<ModelInfo> {
+    return this.#start('load', listeners, (loading, resolve) => (loading.loaded = resolve));
+  }
+
+  /** What loading would take. The worker is gone afterwards. */
+  async preflight(): Promise<EnginePreflight> {
+    const found = await this.#start<EnginePreflight>('preflight', {}, (loading, resolve) => (loading.looked = resolve));
+    this.#worker.terminate();
+    return found;
+  }
+
+  #start<T>(type: 'load' | 'preflight', listeners: LoadListeners, hear: (loading: Loading, resolve: (value: T) => void) => void): Promise<T> {
+    const { request, signal, fetch } = this.#call;
+    const over = new AbortController();
+    let port: MessagePort | null = null;
+    if (fetch) {
+      const { port1, port2 } = new MessageChannel();
+      answerGets(port1, getter(fetch, over.signal));
+      over.signal.addEventListener('abort', () => port1.close());
+      port = port2;
+    }
+    let patience: ReturnType<typeof setTimeout> | undefined;
+    const stopped = (): ForecallError => new ForecallError('Aborted', 'loading was stopped by its signal.', {}, { cause: signal?.reason });
+    const onAbort = (): void => {
+      this.#send({ type: 'stop' });
+      // Then it is cut off with its worker: connections, wasm memory and the device go with it.
+      patience = setTimeout(() => this.#end(stopped()), STOP_MS);
+    };
+    const loading = new Promise<T>((resolve, reject) => {
+      const ignore = (): void => {};
+      this.#load = { loaded: ignore, looked: ignore, reject: (error) => reject(signal?.aborted ? stopped() : error), listeners };
+      hear(this.#load, resolve);
+      this.#send({ type, request, port }, port ? [port] : []);
+      if (signal?.aborted) onAbort();
+      else signal?.addEventListener('abort', onAbort, { once: true });
     });
-    // The load is cut off with its worker: connections, wasm memory and the device go with it.
-    const onAbort = (): void => this.#end(new ForecallError('Aborted', 'loading was stopped by its signal.', {}, { cause: signal?.reason }));
-    signal?.addEventListener('abort', onAbort, { once: true });
-    return loading.finally(() => signal?.removeEventListener('abort', onAbort));
+    return loading.finally(() => {
+      clearTimeout(patience);
+      signal?.removeEventListener('abort', onAbort);
+      over.abort();
+    });
   }
 
   /** Starts a generation. All failures come through the {@link Generation}. */
@@ -87,17 +140,23 @@ export class Client {
     this.#worker.terminate();
   }
 
-  #send(command: Command): void {
-    this.#worker.postMessage(command);
+  #send(command: Command, transfer: Transferable[] = []): void {
+    this.#worker.postMessage(command, transfer);
   }
 
   #hear(event: Event): void {
     switch (event.type) {
       case 'progress':
-        this.#load?.onProgress(event.progress);
+        this.#load?.listeners.onProgress?.(event.progress);
+        break;
+      case 'warning':
+        this.#load?.listeners.onWarning?.(event.warning);
         break;
       case 'loaded':
-        this.#load?.resolve(event.info);
+        this.#loaded(event.info);
+        break;
+      case 'preflight':
+        this.#load?.looked(event.found);
         this.#load = null;
         break;
       case 'load-failed':
@@ -119,6 +178,13 @@ export class Client {
         this.#disposed?.();
         break;
     }
+  }
+
+  /** A stop that came when all was done is a stop still. */
+  #loaded(info: ModelInfo): void {
+    if (this.#call.signal?.aborted) return this.#end(new ForecallError('Aborted', 'loading was stopped by its signal.'));
+    this.#load?.loaded(info);
+    this.#load = null;
   }
 
   #finish(id: number, worked: GenerateResult): void {

@@ -85,6 +85,8 @@ export interface BackendChoice {
   /** Why, where the page knows better than the engine. */
   reason: string | null;
   adapter: WebAdapter;
+  /** What the adapter can give; `null` where there is none. */
+  limits: Record<string, number> | null;
 }
 
 /**
@@ -92,7 +94,7 @@ export interface BackendChoice {
  * wgpu does not know the feature on the web and would never ask for it. `onLost` hears of a device that goes away by itself.
  */
 export async function chooseBackend(wanted: Backend, onLost: (message: string) => void): Promise<BackendChoice> {
-  const none: BackendChoice = { backend: 'cpu', reason: null, adapter: { subgroups: false, subgroupSizes: [0, 0], software: false } };
+  const none: BackendChoice = { backend: 'cpu', reason: null, adapter: { subgroups: false, subgroupSizes: [0, 0], software: false }, limits: null };
   if (wanted === 'cpu') return none;
   const found = await requestAdapter();
   if ('reason' in found) {
@@ -112,5 +114,15 @@ export async function chooseBackend(wanted: Backend, onLost: (message: string) =
     return device;
   };
   const { subgroupMinSize: least = 0, subgroupMaxSize: most = 0 } = adapter.info;
-  return { backend: wanted, reason: null, adapter: { subgroups: adapter.features.has('subgroups'), subgroupSizes: [least, most], software: isFallback(adapter) } };
+  return { backend: wanted, reason: null, adapter: { subgroups: adapter.features.has('subgroups'), subgroupSizes: [least, most], software: isFallback(adapter) }, limits: numbersOf(adapter.limits) };
+}
+
+/** The limits as plain data: they are getters of the object's prototype. */
+function numbersOf(limits: GPUSupportedLimits): Record<string, number> {
+  const numbers: Record<string, number> = {};
+  for (const name in limits) {
+    const value = (limits as unknown as Record<string, unknown>)[name];
+    if (typeof value === 'number') numbers[name] = value;
+  }
+  return numbers;
 }

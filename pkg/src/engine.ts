@@ -1,19 +1,31 @@
 // What the worker needs of the wasm module: `src/web.rs` of the crate implements it, and tests put a double in its place.
 // Requests and answers cross as JSON text, in the words of the crate; this file also turns them into those of the package.
 
-import type { ByteSource } from './bytes.js';
-import type { Backend, GenerateResult, ModelInfo, Part, Piece, Precision, Schedule } from './types.js';
+import type { Backend, GenerateResult, ModelInfo, Part, Piece, Precision, Quantize, Schedule, Warning } from './types.js';
 
 /** Options of {@link Engine.load}, decided by the worker. */
 export interface EngineOptions {
+  source: EngineSource;
+  /** Where the draft adapter is: `auto` looks beside the weights. Files are those of {@link EngineIo.pickedAdapter}. */
+  drafter: 'auto' | 'none' | EngineSource;
   precision: Precision;
+  /** What plain weights are turned into while loading; `null` leaves them as they are. */
+  quantize: Quantize | null;
   contextLength: number | null;
   backend: Backend;
   /** What only the page can see of the WebGPU adapter: all false and zero where there is none. */
   adapter: WebAdapter;
-  /** Where the draft adapter is: `auto` looks beside the weights, `source` is the one handed over. */
-  drafter: 'auto' | 'none' | 'source';
+  /** Whether what is loaded is kept in {@link EngineIo.store}. */
+  store: boolean;
+  /** For {@link Engine.preflight}: limits of the WebGPU adapter, and the room that the browser gives this site. */
+  limits: Record<string, number> | null;
+  quota: { usage: number; quota: number } | null;
 }
+
+/** A folder of files: at an address (absolute, ends in a slash) or in a repo of a hub; or the files that were picked. */
+export type EngineSource =
+  | { kind: 'remote'; location: string; revision: string | null; hubUrl: string | null; headers: Record<string, string> }
+  | { kind: 'files' };
 
 /** A WebGPU adapter, as far as wgpu does not know it on the web. */
 export interface WebAdapter {
@@ -25,10 +37,59 @@ export interface WebAdapter {
   software: boolean;
 }
 
-/** The wasm module, initialised. Failures are objects `{ code, message }`. */
+/**
+ * One GET. Rejects only if no answer came: with an `AbortError` when the load was stopped, with any other error where
+ * trying again may help. Headers are a JSON object; those of the answer have names in lower case.
+ */
+export type Get = (url: string, headersJson: string) => Promise<EngineResponse>;
+
+/** An answer, piece by piece. */
+export interface EngineResponse {
+  status: number;
+  headersJson: string;
+  /** `undefined` after the last piece. Rejects as {@link Get} does. */
+  next(): Promise<Uint8Array | undefined>;
+  /** Nothing more is wanted of it. */
+  cancel(): void;
+}
+
+/** Random access to the files that the user picked. */
+export interface PickedFiles {
+  /** Bytes in the file; `null` if there is none of that name. */
+  size(file: string): Promise<number | null>;
+  /** Bytes `start..end`, end not included. */
+  read(file: string, start: number, end: number): Promise<Uint8Array>;
+}
+
+/**
+ * Named blobs; names are `entry/blob`, and a prefix is empty, `entry/`, or a name. `put` replaces as a whole and rejects
+ * with a `QuotaExceededError` where there is no room. `lock` takes a name for this load alone, until it is over.
+ */
+export interface BlobStore {
+  get(name: string): Promise<Uint8Array | undefined>;
+  put(name: string, bytes: Uint8Array): Promise<void>;
+  /** JSON: `[[name, bytes], ...]`. */
+  list(prefix: string): Promise<string>;
+  remove(prefix: string): Promise<void>;
+  lock(name: string): Promise<boolean>;
+}
+
+/** What the engine cannot do by itself. */
+export interface EngineIo {
+  get: Get;
+  /** Rejects with an `AbortError` when the load was stopped. */
+  sleep(ms: number): Promise<void>;
+  picked: PickedFiles | undefined;
+  pickedAdapter: PickedFiles | undefined;
+  store: BlobStore | undefined;
+}
+
+/** The wasm module, initialised. Failures are objects `{ code, message, file, url, status, missing }`, all but two optional. */
 export interface Engine {
-  /** Loads a model. `onEvent` hears {@link EngineEvent}s as JSON. */
-  load(optionsJson: string, checkpoint: ByteSource, drafter: ByteSource | undefined, onEvent: (eventJson: string) => void): Promise<EngineModel>;
+  /** Loads a model. `onEvent` hears {@link EngineEvent}s as JSON, and stops loading with `false`. */
+  load(optionsJson: string, io: EngineIo, onEvent: (eventJson: string) => boolean): Promise<EngineModel>;
+  /** What loading would take, from configuration and headers alone: {@link EnginePreflight} as JSON. */
+  preflight(optionsJson: string, io: EngineIo): Promise<string>;
   /** Names who hears of a panic, after which the module must not be used again. */
   onPanic(hear: (message: string) => void): void;
 }
@@ -43,11 +104,22 @@ export interface EngineModel {
   dispose(): void;
 }
 
-/** How far loading is. */
-export interface EngineEvent {
-  phase: 'config' | 'weights' | 'compile' | 'ready';
-  done: number;
-  total: number;
+/** How far loading is: bytes of all files in `download` and `upload`, shader pipelines in `compile`. Or a warning. */
+export type EngineEvent = { phase: 'config' | 'download' | 'upload' | 'compile' | 'ready'; file: string | null; done: number; total: number } | { warning: Warning };
+
+/** What loading would take. */
+export interface EnginePreflight {
+  model_type: string;
+  quantization: string;
+  tokenizer: boolean;
+  drafter: boolean;
+  fits: boolean;
+  /** Which limit fails, what is needed and what there is. */
+  reason: string | null;
+  limit: string | null;
+  download: { bytes: number; stored_bytes: number; files: { file: string; bytes: number }[] };
+  memory: { weights: number; kv_cache: number; working: number; largest_binding: number };
+  store: { bytes_needed: number; quota_left: number | null };
 }
 
 /** One call. */

@@ -5,12 +5,13 @@ import { Client } from './client.js';
 import { ForecallError } from './errors.js';
 import { Generation } from './generation.js';
 import { generateRequest, loadRequest } from './options.js';
-import type { GenerateOptions, LoadOptions, ModelInfo, Prompt } from './types.js';
+import type { GenerateOptions, LoadOptions, ModelInfo, ModelSource, Prompt } from './types.js';
 
 export { availability, type Availability, type AvailabilityOptions } from './availability.js';
 export type { DeviceInfo } from './device.js';
 export { ForecallError, type ErrorCode, type ErrorFields } from './errors.js';
 export { Generation } from './generation.js';
+export { storage, type StoredModel } from './storage.js';
 export type * from './types.js';
 
 /** A loaded model, in a worker of its own. */
@@ -57,13 +58,13 @@ if (typeof Symbol.asyncDispose === 'symbol') {
 }
 
 /**
- * Loads a checkpoint folder: config.json, tokenizer.json, weights in safetensors, perhaps a draft adapter.
- * Rejects with a {@link ForecallError}, and then leaves nothing behind.
+ * Loads a checkpoint: config.json, tokenizer.json, weights in safetensors, perhaps a draft adapter. What came over the
+ * network is kept in the browser, so the next load needs no network, and one that was interrupted goes on where it stopped.
+ * Rejects with a {@link ForecallError}.
  */
-export async function load(source: string | URL, options: LoadOptions = {}): Promise<Model> {
-  const { request, workerUrl, signal } = loadRequest(source, options);
-  if (signal?.aborted) throw new ForecallError('Aborted', 'loading was stopped by its signal before it began.', {}, { cause: signal.reason });
-  const client = new Client(workerUrl);
-  const info = await client.load(request, (progress) => options.onProgress?.(progress), signal);
-  return new Model(client, info);
+export async function load(source: ModelSource, options: LoadOptions = {}): Promise<Model> {
+  const call = loadRequest(source, options, 'load');
+  if (call.signal?.aborted) throw new ForecallError('Aborted', 'loading was stopped by its signal before it began.', {}, { cause: call.signal.reason });
+  const client = new Client(call);
+  return new Model(client, await client.load(options));
 }

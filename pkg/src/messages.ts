@@ -1,18 +1,24 @@
 // What page and worker say to each other. One worker serves one model.
 
 import type { ErrorData } from './errors.js';
-import type { Backend, GenerateResult, LoadProgress, Message, ModelInfo, Part, Precision, Schedule } from './types.js';
+import type { EnginePreflight } from './engine.js';
+import type { PickedFile } from './files.js';
+import type { Backend, GenerateResult, LoadProgress, Message, ModelInfo, Part, Precision, Quantize, Schedule, Warning } from './types.js';
 
-/** `load`, as data. */
+/** Where files are. `scattered` has each file's own address; `location` then names the whole. */
+export type SourceRequest =
+  | { kind: 'remote'; location: string; revision: string | null; hubUrl: string | null; headers: Record<string, string>; scattered: Record<string, string> | null }
+  | { kind: 'files'; files: PickedFile[] };
+
+/** `load`, or a look at what it would take, as data. */
 export interface LoadRequest {
-  /** Folder of the checkpoint, ends in a slash. */
-  source: string;
-  /** Folder of the adapter (ends in a slash), `none`, or `null` to look beside the weights. */
-  adapter: string | null;
+  source: SourceRequest;
+  adapter: SourceRequest | 'auto' | 'none';
   precision: Precision;
+  quantize: Quantize | null;
   contextLength: number | null;
   backend: Backend;
-  headers: Record<string, string>;
+  store: boolean;
   wasmUrl: string | null;
 }
 
@@ -31,9 +37,11 @@ export interface GenerateRequest {
   stop: string[];
 }
 
-/** Page to worker. */
+/** Page to worker. `port` leads to the page's own `fetch`, where it has one. */
 export type Command =
-  | { type: 'load'; request: LoadRequest }
+  | { type: 'load'; request: LoadRequest; port: MessagePort | null }
+  | { type: 'preflight'; request: LoadRequest; port: MessagePort | null }
+  | { type: 'stop' }
   | { type: 'generate'; id: number; request: GenerateRequest }
   | { type: 'abort'; id: number }
   | { type: 'dispose' };
@@ -41,7 +49,9 @@ export type Command =
 /** Worker to page. */
 export type Event =
   | { type: 'progress'; progress: LoadProgress }
+  | { type: 'warning'; warning: Warning }
   | { type: 'loaded'; info: ModelInfo }
+  | { type: 'preflight'; found: EnginePreflight }
   | { type: 'load-failed'; error: ErrorData }
   | { type: 'part'; id: number; part: Part }
   | { type: 'done'; id: number; result: GenerateResult }

@@ -1,12 +1,16 @@
 // Checks what callers give, before any worker is started. What depends on the model is checked by the engine.
 
 import { ForecallError } from './errors.js';
-import type { GenerateRequest, LoadRequest } from './messages.js';
-import type { GenerateOptions, LoadOptions, Message, Prompt } from './types.js';
+import { namePicked } from './files.js';
+import type { GenerateRequest, LoadRequest, SourceRequest } from './messages.js';
+import type { FetchFunction, GenerateOptions, LoadOptions, Message, ModelSource, Prompt, ScatteredFiles } from './types.js';
 
-const LOAD_OPTIONS: ReadonlySet<string> = new Set<keyof LoadOptions>(['adapter', 'onProgress', 'signal', 'precision', 'contextLength', 'backend', 'headers', 'workerUrl', 'wasmUrl']);
+const LOAD_OPTIONS: ReadonlySet<string> = new Set<keyof LoadOptions>([
+  'adapter', 'revision', 'hubUrl', 'quantize', 'store', 'onProgress', 'onWarning', 'signal', 'precision', 'contextLength', 'backend', 'headers', 'fetch', 'workerUrl', 'wasmUrl',
+]);
 const GENERATE_OPTIONS: ReadonlySet<string> = new Set<keyof GenerateOptions>(['maxTokens', 'schedule', 'verifyWidth', 'draftWidth', 'anchors', 'blockLength', 'threshold', 'steps', 'ignoreEos', 'stop', 'signal']);
 const BACKENDS = ['auto', 'webgpu', 'cpu'] as const;
+const QUANTIZE = ['q4', 'q8'] as const;
 const PRECISIONS = ['auto', 'f16', 'f32'] as const;
 const SCHEDULES = ['autoregressive', 'two-call', 'two-call-seed', 'packed', 'anchored', 'quadratic', 'quadratic-shared', 'block-diffusion'] as const;
 const DEFAULT_MAX_TOKENS = 256;
@@ -42,19 +46,46 @@ function show(value: unknown): string {
   return typeof value === 'string' ? `"${value}"` : String(value);
 }
 
-/** A folder's absolute URL with its slash. Relative ones are taken from the page. */
-export function folderUrl(name: string, value: unknown): string {
-  if (typeof value !== 'string' && !(value instanceof URL)) throw invalid(name, `${name} must be the URL of a folder, got ${show(value)}.`);
-  const base = typeof document === 'undefined' ? (typeof location === 'undefined' ? undefined : location.href) : document.baseURI;
-  let url: URL;
-  try {
-    url = new URL(value, base);
-  } catch {
-    throw invalid(name, `${name} is no URL: ${show(String(value))}.`);
-  }
+/** Whether a source is an address; it is a repo id otherwise. */
+const ADDRESS = /^([a-z][a-z0-9+.-]*:|\.{0,2}\/)|\/$/i;
+
+/** A folder's absolute URL with its slash; relative ones are taken from the page. What is no address stays as it is: the engine knows repo ids. */
+export function locationOf(name: string, value: string | URL): string {
+  if (typeof value === 'string' && !ADDRESS.test(value)) return value;
+  const url = absolute(name, value);
   if (!/^https?:$/.test(url.protocol)) throw invalid(name, `${name} must be an http or https URL, got ${show(url.href)}.`);
   if (!url.pathname.endsWith('/')) url.pathname += '/';
   return url.href;
+}
+
+function absolute(name: string, value: string | URL): URL {
+  const base = typeof document === 'undefined' ? (typeof location === 'undefined' ? undefined : location.href) : document.baseURI;
+  try {
+    return new URL(value, base);
+  } catch {
+    throw invalid(name, `${name} is no URL: ${show(String(value))}.`);
+  }
+}
+
+/** Where files are. `landmark` is the file by which picked ones are recognised. */
+function sourceOf(name: string, value: unknown, landmark: string, hub: { revision: string | null; hubUrl: string | null; headers: Record<string, string> }): SourceRequest {
+  const remote = (location: string, scattered: Record<string, string> | null): SourceRequest => ({ kind: 'remote', location, ...hub, scattered });
+  if (typeof value === 'string' || value instanceof URL) return remote(locationOf(name, value), null);
+  if (Array.isArray(value) || (typeof FileList !== 'undefined' && value instanceof FileList)) {
+    const files: unknown[] = [...value];
+    if (files.length === 0) throw invalid(name, `${name} is a list without files.`);
+    for (const file of files) if (!(typeof File !== 'undefined' && file instanceof File)) throw invalid(name, `${name} must be a list of files (File), and holds ${show(file)}.`);
+    return { kind: 'files', files: namePicked(files as File[], landmark) };
+  }
+  if (typeof value === 'object' && value !== null) {
+    const scattered = Object.fromEntries(Object.entries(value as ScatteredFiles).map(([file, address]) => [file, absolute(`${name}, ${file}`, address).href]));
+    // The weights' address names the whole: it is unlike that of any other set, and stays while they do.
+    const weights = Object.entries(scattered).find(([file, address]) => file.endsWith('.safetensors') && /^https?:/.test(address));
+    if (!weights) throw invalid(name, `${name} must hold the http or https address of a .safetensors file; it holds ${Object.keys(scattered).join(', ') || 'nothing'}.`);
+    const { origin, pathname } = new URL(weights[1]);
+    return remote(`${origin}${pathname}/`, scattered);
+  }
+  throw invalid(name, `${name} must be a repo id, the URL of a folder, or files, got ${show(value)}.`);
 }
 
 function fileUrl(name: string, value: string | URL | undefined): string | null {
@@ -66,22 +97,47 @@ function fileUrl(name: string, value: string | URL | undefined): string | null {
   }
 }
 
-/** Checks the arguments of `load`. */
-export function loadRequest(source: string | URL, options: LoadOptions): { request: LoadRequest; workerUrl: string | null; signal: AbortSignal | undefined } {
-  refuseUnknown(options, LOAD_OPTIONS, 'load');
-  const { adapter, precision, contextLength, backend, headers } = options;
+function hubUrlOf(value: string | URL): string {
+  const url = absolute('`hubUrl`', value);
+  if (!/^https?:$/.test(url.protocol)) throw invalid('hubUrl', `\`hubUrl\` must be an http or https URL, got ${show(url.href)}.`);
+  return url.href.replace(/\/$/, '');
+}
+
+/** What a load needs on the page. */
+export interface LoadCall {
+  request: LoadRequest;
+  workerUrl: string | null;
+  signal: AbortSignal | undefined;
+  fetch: FetchFunction | undefined;
+}
+
+/** Checks the arguments of `load` and `availability`. */
+export function loadRequest(source: ModelSource, options: LoadOptions, where: string): LoadCall {
+  refuseUnknown(options, LOAD_OPTIONS, where);
+  const { adapter, revision, quantize, store, precision, contextLength, backend, headers, fetch } = options;
+  if (revision !== undefined && (typeof revision !== 'string' || revision === '')) throw invalid('revision', `\`revision\` must be a branch, tag or commit, got ${show(revision)}.`);
+  if (store !== undefined && typeof store !== 'boolean') throw invalid('store', `\`store\` must be true or false, got ${show(store)}.`);
+  for (const [name, value] of Object.entries({ fetch, onProgress: options.onProgress, onWarning: options.onWarning })) {
+    if (value !== undefined && typeof value !== 'function') throw invalid(name, `\`${name}\` must be a function, got ${show(value)}.`);
+  }
+  const hub = { revision: null, hubUrl: options.hubUrl === undefined ? null : hubUrlOf(options.hubUrl), headers: { ...headers } };
+  const base = sourceOf('the source', source, 'config.json', hub);
+  if (base.kind === 'remote') base.revision = revision ?? null;
+  if (revision !== undefined && (base.kind === 'files' || ADDRESS.test(base.location))) throw invalid('revision', '`revision` is for repo ids: an address or a list of files has none.');
   return {
     request: {
-      source: folderUrl('the source', source),
-      adapter: adapter === undefined ? null : adapter === 'none' ? 'none' : folderUrl('the adapter', adapter),
+      source: base,
+      adapter: adapter === undefined ? 'auto' : adapter === 'none' ? 'none' : sourceOf('the adapter', adapter, 'adapter_config.json', hub),
       precision: precision === undefined ? 'auto' : oneOf('precision', precision, PRECISIONS),
+      quantize: quantize === undefined ? null : oneOf('quantize', quantize, QUANTIZE),
       contextLength: contextLength === undefined ? null : count('contextLength', contextLength),
       backend: backend === undefined ? 'auto' : oneOf('backend', backend, BACKENDS),
-      headers: { ...headers },
+      store: store ?? true,
       wasmUrl: fileUrl('wasmUrl', options.wasmUrl),
     },
     workerUrl: fileUrl('workerUrl', options.workerUrl),
     signal: signalOf(options.signal),
+    fetch,
   };
 }
 

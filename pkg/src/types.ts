@@ -18,30 +18,73 @@ export type Precision = 'auto' | 'f16' | 'f32';
  */
 export type Schedule = 'autoregressive' | 'two-call' | 'two-call-seed' | 'packed' | 'anchored' | 'quadratic' | 'quadratic-shared' | 'block-diffusion';
 
+/** What plain weights (f32, f16, bf16) are turned into while they load: groups of 4 or 8 bits with a scale and a bias. */
+export type Quantize = 'q4' | 'q8';
+
+/** Files of a checkpoint or adapter by their name in its folder, each at an address of its own: bundlers scatter them. */
+export type ScatteredFiles = Readonly<Record<string, string | URL>>;
+
+/**
+ * Where a checkpoint is:
+ *
+ * - a repo id of the Hugging Face hub, `owner/name` or `owner/name@revision`
+ * - the address of a folder. Relative ones begin with `/`, `./` or `../`, or end with `/`
+ * - the files of such a folder that the user picked (`<input type="file" webkitdirectory>` or `multiple`)
+ * - or each file's own address
+ */
+export type ModelSource = string | URL | FileList | readonly File[] | ScatteredFiles;
+
+/** `fetch`, or a function that does what it does. */
+export type FetchFunction = (url: string, init: RequestInit) => Promise<Response>;
+
 /** Where loading is. */
 export interface LoadProgress {
   /**
-   * `start`: worker and wasm module; `download`: bytes of the checkpoint, going to the device as they come;
-   * `compile`: shaders and a first check of the device; `ready`: done.
+   * `start`: worker and wasm module; `config`: small files, and what the weights are; `download`: bytes from the network;
+   * `upload`: bytes of the checkpoint, from network, store or disk, going to where the model runs; `compile`: shaders and a
+   * first check of the device; `ready`: done. Weights stream, so `download` and `upload` take turns.
    */
-  phase: 'start' | 'download' | 'compile' | 'ready';
-  /** File being read, relative to the checkpoint's folder. */
+  phase: 'start' | 'config' | 'download' | 'upload' | 'compile' | 'ready';
+  /** File at hand, relative to the checkpoint's folder. */
   file?: string | undefined;
-  /** Bytes received so far, of all files. */
-  loadedBytes: number;
-  /** Bytes of all files known so far; grows while files are discovered. */
-  totalBytes: number;
+  /** Bytes of this phase so far, of all files. */
+  bytes: number;
+  /** Bytes of this phase, of all files known so far; grows while files are discovered. */
+  total: number;
+  /** Bytes a second over the last seconds; `null` while unknown, and in phases that move none. */
+  rate: number | null;
   /** While compiling: shader pipelines done, and in all. */
   pipelines?: { done: number; total: number } | undefined;
 }
 
+/** Something that did not stop loading, and that someone may want to know of. */
+export interface Warning {
+  /**
+   * `store-quota`: the browser gives too little room, the model is not kept; `store-busy`: another tab is storing it;
+   * `store-failed`: the store cannot be used; `store-offline`: the source does not answer, the stored copy is taken.
+   * There may be others.
+   */
+  code: string;
+  message: string;
+}
+
 /** Options of `load`. Unknown names are refused. */
 export interface LoadOptions {
-  /** Folder URL of the draft adapter, or `none`. Left out: looked for beside the weights (`linear_spec_lora/`, `draft_adapter/`). */
-  adapter?: string | URL | undefined;
+  /** Where the draft adapter is, as a {@link ModelSource}, or `none`. Left out: looked for beside the weights (`linear_spec_lora/`, `draft_adapter/`). */
+  adapter?: ModelSource | undefined;
+  /** Branch, tag or commit of a repo. Default `main`. */
+  revision?: string | undefined;
+  /** Address of a hub other than Hugging Face's: a mirror. */
+  hubUrl?: string | URL | undefined;
+  /** Left out: weights are kept as they are. Checkpoints that are quantised already stay so. */
+  quantize?: Quantize | undefined;
+  /** Whether the model is kept in the browser, to be there the next time, offline too. Default true. Picked files are never kept. */
+  store?: boolean | undefined;
   /** Called often while loading. */
   onProgress?: ((progress: LoadProgress) => void) | undefined;
-  /** Stops loading; nothing is left behind. */
+  /** Called when something is amiss that does not stop loading. */
+  onWarning?: ((warning: Warning) => void) | undefined;
+  /** Stops loading. What was stored stays, and the next load goes on from there. */
   signal?: AbortSignal | undefined;
   /** Default `auto`. */
   precision?: Precision | undefined;
@@ -49,8 +92,10 @@ export interface LoadOptions {
   contextLength?: number | undefined;
   /** Default `auto`. */
   backend?: Backend | undefined;
-  /** HTTP headers for the checkpoint's files (`Authorization`, say). */
+  /** HTTP headers for the files of checkpoint and adapter (`Authorization`, say). They go to the source's own origin only. */
   headers?: Record<string, string> | undefined;
+  /** Used in place of the browser's `fetch` for these files, on the page. */
+  fetch?: FetchFunction | undefined;
   /** Address of this package's `dist/worker.js`, where a bundler does not find it by itself. */
   workerUrl?: string | URL | undefined;
   /** Address of this package's `wasm/forecall_bg.wasm`, where a bundler does not find it by itself. */

@@ -1,4 +1,4 @@
-// Façade, worker and byte source in a browser, with the double where the wasm module would be.
+// Façade, worker, transport and store in a browser, with the double where the wasm module would be.
 
 import assert from 'node:assert/strict';
 import fs from 'node:fs';
@@ -21,7 +21,7 @@ async function inPage(body, argument, browser = 'stock') {
       const plain = (error) => ({ isOurs: error instanceof forecall.ForecallError, ...error, name: error.name, code: error.code, message: error.message });
       const caught = (promise) => promise.then((value) => ({ value }), (error) => ({ error: plain(error) }));
       try {
-        return await (0, eval)(`(${source})`)({ ...forecall, load, caught, argument });
+        return await (0, eval)(`(${source})`)({ ...forecall, load, caught, tiny, argument });
       } catch (error) {
         return { error: plain(error), stack: error.stack };
       }
@@ -29,6 +29,7 @@ async function inPage(body, argument, browser = 'stock') {
     { source: String(body), argument, tiny: TINY },
   );
   assert.deepEqual(page.errors, []);
+  if (result?.stack) throw new Error(`in the page: ${result.error.message}\n${result.stack}`);
   return result;
 }
 
@@ -61,14 +62,19 @@ test('façade: parts join to the text, counts add up, progress goes forward', as
   assert.equal(info.drafter !== null, true, 'the adapter beside the weights was not found');
 
   const phases = [...new Set(progress.map((p) => p.phase))];
-  assert.deepEqual(phases, ['start', 'download', 'compile', 'ready']);
-  for (const [i, p] of progress.entries()) {
-    assert.ok(p.loadedBytes <= p.totalBytes, JSON.stringify(p));
-    assert.ok(i === 0 || p.loadedBytes >= progress[i - 1].loadedBytes, 'loaded bytes went back');
+  assert.deepEqual(phases, ['start', 'config', 'download', 'upload', 'compile', 'ready']);
+  for (const phase of phases) {
+    const told = progress.filter((p) => p.phase === phase);
+    for (const [i, p] of told.entries()) {
+      assert.ok(p.bytes <= p.total, JSON.stringify(p));
+      assert.ok(i === 0 || p.bytes >= told[i - 1].bytes, `bytes of ${phase} went back`);
+    }
+    assert.equal(told.at(-1).bytes, told.at(-1).total);
   }
   const size = (file) => fs.statSync(path.join(ROOT, 'tests/golden/tiny-llama-tied', file)).size;
-  assert.equal(progress.at(-1).loadedBytes, progress.at(-1).totalBytes);
-  assert.ok(progress.at(-1).totalBytes >= size('config.json') + size('model.safetensors') + size('draft_adapter/adapter_config.json'));
+  const downloaded = progress.findLast((p) => p.phase === 'download').bytes;
+  assert.ok(downloaded >= size('config.json') + size('model.safetensors') + size('draft_adapter/adapter_config.json'));
+  assert.deepEqual(progress.findLast((p) => p.phase === 'compile').pipelines, { done: 12, total: 12 });
 });
 
 test('façade: a generation is a ReadableStream, and leaving it stops it', async () => {
@@ -190,6 +196,13 @@ test('façade: options that are unknown or wrong are refused by name', async () 
       precision: load({ precision: 'f64' }),
       contextLength: load({ contextLength: -1 }),
       'the source': load({}, 'ftp://example.org/'),
+      quantize: load({ quantize: 'q3' }),
+      store: load({ store: 'yes' }),
+      fetch: load({ fetch: '/proxy' }),
+      onWarning: load({ onWarning: true }),
+      hubUrl: load({ hubUrl: 'ftp://example.org/' }),
+      revision: load({ revision: 'main' }),
+      'the adapter': load({ adapter: [] }),
     };
     const outcomes = {};
     for (const [name, attempt] of Object.entries(tries)) outcomes[name] = await caught(attempt);
@@ -217,7 +230,7 @@ test('façade: loading can be stopped, and then asks for nothing more', async ()
     const outcome = await inPage(async ({ load, caught, argument }) => {
       const stop = new AbortController();
       const started = performance.now();
-      const outcome = await caught(load({ signal: stop.signal, onProgress: (p) => p.file === 'model.safetensors' && stop.abort(new Error('enough')) }, argument));
+      const outcome = await caught(load({ signal: stop.signal, onProgress: (p) => p.phase === 'download' && stop.abort(new Error('enough')) }, argument));
       return { ...outcome, ms: performance.now() - started };
     }, `http://127.0.0.1:${slow.address().port}/`);
     expectError(outcome, 'Aborted', /loading was stopped/);
@@ -303,26 +316,112 @@ test('façade: no WebGPU, or WebGPU without an adapter, is said in words that he
   expectError(outcome, 'Unsupported', /found no GPU.*hardware acceleration/);
   assert.equal(look.available, false);
   assert.match(look.reason, /found no GPU/);
-  assert.deepEqual([look.device.adapter, look.files], [null, []]);
+  assert.deepEqual([look.device.adapter, look.download], [null, null]);
   assert.deepEqual([other.available, other.backend, info.backend], [true, 'cpu', 'cpu']);
   assert.match(info.backendReason, /found no GPU/);
 });
 
-test('façade: availability tells files, bytes and the device without fetching a body', async () => {
-  const page = await blankPage('stock');
-  const methods = [];
-  page.on('request', (request) => request.url().includes('/models/') || request.url().includes('/golden/') ? methods.push(request.method()) : null);
-  const [tiny, none] = await page.evaluate(async (source) => {
-    const { availability } = await import('/pkg/dist/index.js');
-    return [await availability(source), await availability('/nowhere/')];
+test('façade: availability tells files, bytes, memory and the device', async () => {
+  const { tiny, none, device } = await inPage(async ({ availability, argument }) => {
+    const look = (source) => availability(source, { workerUrl: '/tests/browser/double/worker.js', backend: 'webgpu' });
+    return { tiny: await look(argument), none: await look('/nowhere/'), device: await availability() };
   }, TINY);
   const size = (file) => fs.statSync(path.join(ROOT, TINY, file)).size;
   assert.equal(tiny.available, true, tiny.reason);
-  assert.equal(tiny.files.find(({ file }) => file === 'model.safetensors').bytes, size('model.safetensors'));
-  assert.ok(tiny.files.some(({ file }) => file === 'draft_adapter/adapter_model.safetensors'));
-  assert.equal(tiny.bytes, tiny.files.reduce((sum, { bytes }) => sum + bytes, 0));
+  assert.equal(tiny.download.files.find(({ file }) => file === 'model.safetensors').bytes, size('model.safetensors'));
+  assert.ok(tiny.download.files.some(({ file }) => file === 'draft_adapter/adapter_model.safetensors'));
+  assert.equal(tiny.download.bytes, tiny.download.files.reduce((sum, { bytes }) => sum + bytes, 0));
+  assert.deepEqual([tiny.model.type, tiny.model.drafter, tiny.download.stored, tiny.limit], ['llama', true, 0, null]);
+  assert.ok(tiny.memory.weights > 0 && tiny.memory.largestBinding > 0 && tiny.room.left > 1e6);
   assert.equal(tiny.device.subgroups, true);
-  assert.ok(methods.length > 0 && methods.every((method) => method === 'HEAD'), methods.join());
   assert.equal(none.available, false);
   assert.match(none.reason, /no config\.json/);
+  assert.deepEqual([device.available, device.download], [true, null]);
 });
+
+test('façade: files that were picked, one by one, and each at its own address', async () => {
+  const { picked, folder, scattered, refused } = await inPage(async ({ load, caught, tiny }) => {
+    const file = async (name, as = name) => Object.defineProperty(new File([await (await fetch(tiny + name)).blob()], name.split('/').at(-1)), 'webkitRelativePath', { value: as });
+    const kind = async (source, options) => {
+      const model = await load(options, source);
+      await model.dispose();
+      return [model.info.modelType, model.info.drafter !== null];
+    };
+    const names = ['config.json', 'model.safetensors', 'draft_adapter/adapter_config.json', 'draft_adapter/adapter_model.safetensors'];
+    const deep = await Promise.all(names.map((name) => file(name, `downloads/tiny/${name}`)));
+    const flat = await Promise.all(names.slice(0, 2).map((name) => file(name, '')));
+    const adapter = await Promise.all(names.slice(2).map((name) => file(name, name.split('/').at(-1))));
+    return {
+      folder: await kind(deep),
+      picked: [await kind(flat), await kind(flat, { adapter })],
+      scattered: await kind({ 'config.json': `data:application/json,${encodeURIComponent(await flat[0].text())}`, 'model.safetensors': `${tiny}model.safetensors` }),
+      refused: { empty: await caught(load({}, [])), number: await caught(load({}, 7)), texts: await caught(load({}, ['a'])), part: await caught(load({}, [flat[0]])), nowhere: await caught(load({}, { 'config.json': '/c.json' })) },
+    };
+  });
+  assert.deepEqual(folder, ['llama', true]);
+  assert.deepEqual(picked, [['llama', false], ['llama', true]]);
+  assert.deepEqual(scattered, ['llama', false]);
+  expectError(refused.empty, 'InvalidOption', /without files/);
+  expectError(refused.number, 'InvalidOption', /repo id/);
+  expectError(refused.texts, 'InvalidOption', /"a"/);
+  expectError(refused.nowhere, 'InvalidOption', /\.safetensors/);
+  expectError(refused.part, 'Fetch', /model\.safetensors/);
+});
+
+test('façade: the page\'s own fetch is used, piece by piece, and stops with the load', async () => {
+  const { calls, type, failed, stopped, silenced } = await inPage(async ({ load, caught, tiny }) => {
+    const calls = [];
+    const own = (url, init) => {
+      calls.push({ path: new URL(url).pathname, token: init.headers['x-token'], referrer: init.referrerPolicy });
+      return fetch(url, init);
+    };
+    const model = await load({ fetch: own, headers: { 'x-token': 'open sesame' } });
+    const failed = await caught(load({ fetch: () => Promise.reject(new TypeError('the proxy is down')) }));
+    const stop = new AbortController();
+    let silenced = false;
+    const endless = async (url, init) => {
+      if (!url.endsWith('model.safetensors')) return fetch(url, init);
+      init.signal.addEventListener('abort', () => (silenced = true));
+      return new Response(new ReadableStream({ pull: (out) => new Promise((resolve) => setTimeout(() => resolve(out.enqueue(new Uint8Array(10))), 20)) }), { headers: { 'content-length': '100000' } });
+    };
+    const stopped = await caught(load({ fetch: endless, signal: stop.signal, onProgress: (p) => p.phase === 'download' && stop.abort() }));
+    await new Promise((resolve) => setTimeout(resolve, 100));
+    return { calls, type: model.info.modelType, failed, stopped, silenced, tiny };
+  });
+  assert.equal(type, 'llama');
+  assert.ok(calls.some(({ path }) => path.endsWith('/model.safetensors')));
+  for (const { token, referrer } of calls) assert.deepEqual([token, referrer], ['open sesame', 'no-referrer']);
+  expectError(failed, 'Fetch', /the proxy is down/);
+  expectError(stopped, 'Aborted', /signal/);
+  assert.equal(silenced, true, 'the page goes on fetching');
+});
+
+for (const [where, worker] of [['the origin private file system', 'worker.js'], ['the cache', 'no-files-worker.js']]) {
+  test(`façade: what is stored in ${where} can be listed, measured and deleted`, async () => {
+    const { lists, sizes, deleted, warnings, persist } = await inPage(async ({ load, storage, availability, tiny, argument }) => {
+      const warnings = [];
+      const options = { workerUrl: `/tests/browser/double/${argument}`, onWarning: (warning) => warnings.push(warning) };
+      const lists = [await storage.list()];
+      await (await load({ ...options, store: false })).dispose();
+      lists.push(await storage.list());
+      await (await load(options)).dispose();
+      await (await load(options, new URL('/tests/golden/tiny-llama/', location))).dispose();
+      lists.push(await storage.list());
+      const look = await availability(tiny, { workerUrl: options.workerUrl, backend: 'cpu' });
+      const sizes = [await storage.size(), look.download.stored, look.download.bytes];
+      const deleted = [await storage.delete('/nowhere/'), await storage.delete(tiny)];
+      lists.push(await storage.list());
+      deleted.push(await storage.delete(lists.at(-1)[0]), await storage.delete());
+      lists.push(await storage.list());
+      return { lists, sizes, deleted, warnings, persist: await storage.persist(), tiny };
+    }, worker);
+    assert.deepEqual(lists.map((list) => list.length), [0, 0, 2, 1, 0]);
+    assert.deepEqual(lists[2].map(({ source }) => new URL(source).pathname), ['/tests/golden/tiny-llama/', TINY], 'the last used comes first');
+    for (const { complete, role, bytes, used } of lists[2]) assert.ok(complete && role === 'model' && bytes > 10_000 && used instanceof Date, JSON.stringify(lists[2]));
+    assert.equal(sizes[0], lists[2][0].bytes + lists[2][1].bytes);
+    assert.ok(sizes[1] > 0 && sizes[2] === 0);
+    assert.deepEqual(deleted, [0, 1, 1, 0]);
+    assert.deepEqual(warnings, []);
+    assert.equal(typeof persist, 'boolean');
+  });
+}

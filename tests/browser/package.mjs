@@ -37,13 +37,18 @@ test('package: imports on a server, where nothing of a browser is', () => {
 });
 
 const PROGRAM = `
-import { availability, ForecallError, load, type ErrorCode, type Generation, type GenerateResult, type LoadProgress, type Model, type Part } from 'forecall';
+import { availability, ForecallError, load, storage, type ErrorCode, type Generation, type GenerateResult, type LoadProgress, type Model, type ModelSource, type Part, type StoredModel, type Warning } from 'forecall';
 
 export async function main(signal: AbortSignal): Promise<string | null> {
-  const { device, bytes }: Awaited<ReturnType<typeof availability>> = await availability('https://example.org/model/');
-  if (!device.webgpu || bytes === null) return device.reason;
-  const onProgress = ({ phase, loadedBytes }: LoadProgress): void => void [phase satisfies string, loadedBytes satisfies number];
-  await using model: Model = await load(new URL('https://example.org/model/'), { onProgress, signal, backend: 'webgpu', contextLength: 2048, adapter: 'none' });
+  const { device, download, limit }: Awaited<ReturnType<typeof availability>> = await availability('owner/name', { revision: 'main', quantize: 'q4' });
+  if (!device.webgpu || download === null) return limit ?? device.reason;
+  const onProgress = ({ phase, bytes, rate }: LoadProgress): void => void [phase satisfies string, bytes satisfies number, rate satisfies number | null];
+  const onWarning = ({ code, message }: Warning): void => void [code satisfies string, message satisfies string];
+  const sources: ModelSource[] = [new URL('https://example.org/model/'), [new File([], 'config.json')], document.createElement('input').files!, { 'config.json': '/c.json', 'model.safetensors': new URL('https://example.org/w') }];
+  const stored: StoredModel[] = await storage.list();
+  for (const model of stored) if (!model.complete) await storage.delete(model);
+  if ((await storage.size()) > 1e9 && !(await storage.persist())) await storage.delete('owner/name');
+  await using model: Model = await load(sources[0]!, { onProgress, onWarning, signal, backend: 'webgpu', contextLength: 2048, adapter: 'none', quantize: 'q8', store: false, fetch, hubUrl: 'https://example.org' });
   const generation: Generation = model.generate([{ role: 'user', content: 'Hello' }], { schedule: 'packed', maxTokens: 8, signal });
   for await (const part of generation) {
     const { text, tokens }: Part = part;

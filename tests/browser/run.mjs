@@ -6,7 +6,6 @@
 // missing, WebGPU least of all: the test fails.
 
 import { runAll } from './harness.mjs';
-import './bytes.mjs';
 import './package.mjs';
 import './facade.mjs';
 import './page.mjs';

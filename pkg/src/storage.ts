@@ -1,0 +1,105 @@
+// What loading kept in the browser, for pages to list and delete.
+
+import { ForecallError } from './errors.js';
+import { locationOf } from './options.js';
+import { allStores, Locks, type Store } from './store.js';
+
+/** A stored model, or a stored draft adapter. */
+export interface StoredModel {
+  /** Names it in the store. */
+  id: string;
+  /** Repo id or folder address it was loaded from; `null` where its record cannot be read. */
+  source: string | null;
+  /** The commit, or what stands for one where there is none. */
+  revision: string | null;
+  role: 'model' | 'adapter';
+  /** Bytes in the store. */
+  bytes: number;
+  /** Whether it is whole. One that is not goes on where it stopped when it is loaded again. */
+  complete: boolean;
+  /** When it was begun, and when it was last loaded. */
+  created: Date | null;
+  used: Date | null;
+}
+
+/** What the engine keeps of an entry, as far as it is read here. */
+interface Manifest {
+  source?: unknown;
+  revision?: unknown;
+  role?: unknown;
+  complete?: unknown;
+  created?: unknown;
+  used?: unknown;
+}
+const MANIFEST = 'manifest.json';
+
+/** Stored models, the last used first. */
+async function list(): Promise<StoredModel[]> {
+  const found: StoredModel[] = [];
+  for (const store of await allStores()) found.push(...(await entriesOf(store)));
+  return found.sort((a, b) => (b.used?.getTime() ?? 0) - (a.used?.getTime() ?? 0));
+}
+
+async function entriesOf(store: Store): Promise<StoredModel[]> {
+  const bytes = new Map<string, number>();
+  for (const [name, size] of await store.list('')) {
+    const entry = name.split('/', 1)[0] as string;
+    bytes.set(entry, (bytes.get(entry) ?? 0) + size);
+  }
+  return Promise.all(
+    Array.from(bytes, async ([id, bytes]) => {
+      const { source, revision, role, complete, created, used } = await manifestOf(store, id);
+      const time = (value: unknown): Date | null => (typeof value === 'number' ? new Date(value) : null);
+      const text = (value: unknown): string | null => (typeof value === 'string' ? value : null);
+      return { id, source: text(source), revision: text(revision), role: role === 'adapter' ? ('adapter' as const) : ('model' as const), bytes, complete: complete === true, created: time(created), used: time(used) };
+    }),
+  );
+}
+
+async function manifestOf(store: Store, id: string): Promise<Manifest> {
+  try {
+    const manifest: unknown = JSON.parse(new TextDecoder().decode(await store.get(`${id}/${MANIFEST}`)));
+    return typeof manifest === 'object' && manifest !== null ? manifest : {};
+  } catch {
+    return {};
+  }
+}
+
+/** Bytes of all that is stored. */
+async function size(): Promise<number> {
+  return (await list()).reduce((sum, { bytes }) => sum + bytes, 0);
+}
+
+/**
+ * Deletes what was stored of a source (repo id, address, or an item of {@link list}); all of it without one. Loaded models
+ * go on. Answers how many were deleted; rejects with `Busy` while another load writes one of them.
+ */
+async function remove(what?: string | URL | StoredModel): Promise<number> {
+  const source = typeof what === 'string' || what instanceof URL ? locationOf('the source', what).replace(/^([^/:@]+\/[^/@]+)@.*$/, '$1') : null;
+  const wanted = (entry: StoredModel): boolean => what === undefined || (source === null ? entry.id === (what as StoredModel).id : entry.source === source);
+  let deleted = 0;
+  const locks = new Locks();
+  try {
+    for (const store of await allStores()) {
+      for (const entry of (await entriesOf(store)).filter(wanted)) {
+        if (!(await locks.take(entry.id))) throw new ForecallError('Busy', `${entry.source ?? entry.id} is being stored by a load: wait until it is done, or stop it.`);
+        await store.remove(`${entry.id}/`);
+        deleted += 1;
+      }
+    }
+  } finally {
+    locks.release();
+  }
+  return deleted;
+}
+
+/**
+ * Asks the browser not to clear this site's storage by itself when space runs short. Answers whether it will not; browsers
+ * decide by their own rules, and some ask the user.
+ */
+async function persist(): Promise<boolean> {
+  return (await navigator.storage?.persist?.()) ?? false;
+}
+
+/** Stored models of this site (origin). */
+export const storage = { list, size, delete: remove, persist };
