@@ -1,6 +1,6 @@
 // The demo page: what any page can do with the package, and nothing else.
 
-import { availability, load } from './pkg/dist/index.js';
+import { availability, load, sourceName, storage } from './pkg/dist/index.js';
 import { bytes, decimal, duration } from './format.js';
 import { Panel } from './panel.js';
 
@@ -17,25 +17,28 @@ const SCHEDULES = {
 const nameOf = (schedule) => SCHEDULES[schedule]?.[0] ?? schedule;
 /** How much of the download is announced to screen readers. */
 const ANNOUNCE_STEP = 0.25;
-/** The first small files say nothing of the connection's speed. */
-const RATE_FROM_BYTES = 200_000;
 
 const $ = (id) => document.getElementById(id);
 const query = new URLSearchParams(location.search);
-const source = new URL(query.get('model') ?? DEMO_MODEL, document.baseURI);
-if (!source.pathname.endsWith('/')) source.pathname += '/';
+const adapterAsked = query.get('adapter');
 const options = {
-  ...(query.has('adapter') && { adapter: query.get('adapter') === 'none' ? 'none' : new URL(query.get('adapter'), document.baseURI) }),
+  ...(adapterAsked && { adapter: adapterAsked }),
   ...(query.has('backend') && { backend: query.get('backend') }),
   ...(query.has('precision') && { precision: query.get('precision') }),
   ...(query.has('context') && { contextLength: Number(query.get('context')) }),
+  ...(query.get('quantize') && { quantize: query.get('quantize') }),
+  ...(query.has('revision') && { revision: query.get('revision') }),
+  ...(query.has('hub') && { hubUrl: query.get('hub') }),
 };
 
+/** What `load` gets: a repo id, an address, or picked files. */
+let source = query.get('model') ?? DEMO_MODEL;
 let found = null;
+let looking = null;
 let model = null;
 let loading = null;
 let running = null;
-const record = { page: location.origin + location.pathname, model: source.href, options: { ...options, adapter: options.adapter?.toString() }, browser: navigator.userAgent, crossOriginIsolated, runs: [], errors: [] };
+const record = { page: location.origin + location.pathname, model: null, options, browser: navigator.userAgent, crossOriginIsolated, runs: [], warnings: [], errors: [] };
 
 const show = (element, visible) => {
   element.hidden = !visible;
@@ -75,7 +78,7 @@ function showFacts(list, facts) {
 }
 
 function showDiagnostics() {
-  $('diagnostics-text').textContent = JSON.stringify({ ...record, device: found?.device ?? null, files: found?.files ?? null, loaded: model?.info ?? null }, null, 2);
+  $('diagnostics-text').textContent = JSON.stringify({ ...record, device: found?.device ?? null, availability: found && { ...found, device: undefined }, loaded: model?.info ?? null }, null, 2);
 }
 
 // ---- The device and the model's size -------------------------------------------------------------------------------
@@ -105,80 +108,173 @@ function showDevice({ device, backend, reason }) {
   ]);
 }
 
-function showSize() {
-  const size = $('model-size');
-  if (found.files.length === 0) {
-    size.textContent = '';
-    if (found.backend !== null) showError($('load-error'), { message: found.reason, code: 'Fetch' }, 'The model cannot be found.');
-    return;
+/** What to call the model, where it is from, and whether somebody else than this server hears of it. */
+function placeOf(source) {
+  if (typeof source !== 'string') {
+    const [folder] = (source[0].webkitRelativePath || 'Your files').split('/');
+    return { name: folder, from: 'the files you picked', foreign: false };
   }
-  const from = source.origin === location.origin ? 'this server' : source.host;
-  const sum = (wanted) => found.files.filter(({ file }) => wanted(file)).reduce((total, file) => total + (file.bytes ?? 0), 0);
-  const weights = (file) => /(^|\/)model.*\.safetensors$/.test(file) && !adapter(file);
-  const adapter = (file) => file.includes('/');
-  showFacts($('file-facts'), [
-    ['Weights', bytes(sum(weights))],
-    ['Draft adapter', sum(adapter) ? bytes(sum(adapter)) : 'none found'],
-    ['Tokenizer, config', bytes(sum((file) => !weights(file) && !adapter(file)))],
-  ]);
-  size.textContent = found.bytes === null ? `Its size is not told by ${from}. Nothing is downloaded yet.` : `${bytes(found.bytes)} to download from ${from}. Nothing is downloaded yet.`;
+  const name = sourceName(source);
+  if (!URL.canParse(name)) return { name, from: options.hubUrl ? new URL(options.hubUrl).host : 'the Hugging Face hub', foreign: true };
+  const url = new URL(name);
+  const ours = url.origin === location.origin;
+  const folder = decodeURIComponent(url.pathname.split('/').at(-2) ?? '') || url.host;
+  return { name: name === sourceName(DEMO_MODEL) ? DEMO_NAME : folder, from: ours ? 'this server' : url.host, foreign: !ours };
 }
 
-async function look() {
-  $('model-name').textContent = source.href === new URL(DEMO_MODEL, document.baseURI).href ? DEMO_NAME : decodeURIComponent(source.pathname.split('/').at(-2) || source.host);
-  // Another server hears of this page only when its user says so.
-  const foreign = source.origin !== location.origin;
-  found = await availability(foreign ? undefined : source, { adapter: options.adapter, backend: options.backend });
-  showDevice(found);
-  if (foreign) $('model-size').textContent = `From ${source.host}. Nothing is asked for or downloaded yet.`;
-  else showSize();
-  $('load').disabled = !(found.backend !== null && (foreign || found.files.length > 0));
+function showSize(from) {
+  const { download, memory, model, limits } = { ...found, limits: found.device.limits };
+  const { bytes: missing, stored } = download;
+  showFacts($('file-facts'), [
+    ['To download', missing > 0 ? bytes(missing) : 'nothing'],
+    ['Stored already', stored > 0 ? bytes(stored) : ''],
+    ['Memory it takes', bytes(memory.weights + memory.cache + memory.working)],
+    ['Largest binding', found.backend === 'webgpu' && `${bytes(memory.largestBinding)} of ${bytes(limits.maxStorageBufferBindingSize)}`],
+    ['Weights', model.quantization],
+    ['Drafts', model.drafter ? 'yes' : 'no: one token a call'],
+  ]);
+  const picked = typeof source !== 'string';
+  $('model-size').textContent = picked ? 'On this device: nothing is downloaded.' : missing === 0 ? 'Stored on this device: nothing is downloaded.' : `${bytes(missing)} to download from ${from}${stored > 0 ? `, ${bytes(stored)} are here already` : ''}. Nothing is downloaded yet.`;
+  $('load').textContent = picked || missing === 0 ? 'Start' : stored > 0 ? 'Go on with the download' : 'Download and start';
+  const { needed, left } = found.room;
+  const tight = found.available && !picked && missing > 0 && left !== null && needed > left;
+  if (tight) warn({ code: 'room', message: `The browser gives this page ${bytes(left)} more to store, and the model would take ${bytes(needed)}: it runs, but will be downloaded again the next time.` });
+}
+
+/** Finds out about device and model. Another server hears of this page only when its user says so: with `ask`. */
+async function look({ ask = false } = {}) {
+  looking?.abort();
+  looking = new AbortController();
+  const { signal } = looking;
+  $('load').disabled = true;
+  $('load').textContent = 'Download and start';
+  for (const id of ['file-facts', 'unfit', 'ask', 'warnings']) show($(id), false);
+  showError($('load-error'), null);
+  $('warnings').replaceChildren();
+  try {
+    const { name, from, foreign } = placeOf(source);
+    record.model = name;
+    $('model-name').textContent = name;
+    $('model-size').textContent = 'Asking for its size…';
+    const quiet = foreign && !ask;
+    const looked = await availability(quiet ? undefined : source, { ...options, signal });
+    if (signal.aborted) return;
+    found = looked;
+    showDevice(found);
+    $('model-size').textContent = quiet ? `From ${from}. Nothing is asked for or downloaded yet.` : '';
+    show($('ask'), quiet && found.backend !== null);
+    if (found.download) showSize(from);
+    if (!found.available && found.backend !== null) {
+      const title = found.download ? `This model does not fit this device${found.limit ? `: ${found.limit}` : ''}.` : 'The model cannot be found.';
+      showError(found.download ? $('unfit') : $('load-error'), { message: found.reason, code: found.download ? 'Unsupported' : 'Fetch' }, title);
+    }
+    $('load').disabled = !found.available;
+  } catch (error) {
+    if (signal.aborted) return;
+    $('model-size').textContent = '';
+    showError($('load-error'), error, 'This model cannot be asked for.');
+  }
   showDiagnostics();
+}
+
+/** Takes another model. */
+async function choose(other) {
+  loading?.abort();
+  if (model) await unload({ lookAgain: false });
+  source = other;
+  const quantize = $('quantize').value;
+  delete options.quantize;
+  if (quantize) options.quantize = quantize;
+  // Those belonged to the model before.
+  for (const name of ['adapter', 'revision']) delete options[name];
+  if (typeof other === 'string') {
+    const address = new URL(location.href);
+    for (const name of ['adapter', 'revision', 'quantize']) address.searchParams.delete(name);
+    address.searchParams.set('model', other);
+    if (quantize) address.searchParams.set('quantize', quantize);
+    history.replaceState(null, '', address);
+  }
+  await look({ ask: true });
+  announce($('load').disabled ? 'The model cannot be loaded' : `${$('model-name').textContent}: ${$('model-size').textContent}`);
+}
+
+/** Something is amiss, and it runs all the same. */
+function warn({ code, message }) {
+  record.warnings.push({ code, message });
+  const line = document.createElement('p');
+  line.textContent = message.charAt(0).toUpperCase() + message.slice(1);
+  $('warnings').append(line);
+  show($('warnings'), true);
+}
+
+// ---- What is stored ------------------------------------------------------------------------------------------------
+
+async function showStored() {
+  const stored = await storage.list().catch(() => []);
+  show($('stored'), stored.length > 0);
+  $('stored-list').replaceChildren(
+    ...stored.map((entry) => {
+      const name = entry.source === null ? 'Something unreadable' : placeOf(entry.source).name;
+      const [item, text, size, button] = ['li', 'span', 'span', 'button'].map((tag) => document.createElement(tag));
+      text.className = 'name';
+      text.textContent = `${name}${entry.role === 'adapter' ? ', draft adapter' : ''}`;
+      size.className = 'quiet number';
+      size.textContent = `${bytes(entry.bytes)}${entry.complete ? '' : ', not whole yet'}`;
+      button.type = 'button';
+      button.className = 'plain';
+      button.textContent = 'Delete';
+      button.setAttribute('aria-label', `Delete ${text.textContent}, ${size.textContent}`);
+      button.addEventListener('click', () => forget(entry));
+      item.append(text, size, button);
+      return item;
+    }),
+  );
+}
+
+async function forget(entry) {
+  try {
+    await storage.delete(entry);
+    announce('Deleted');
+  } catch (error) {
+    showError($('load-error'), error, 'It could not be deleted.');
+  }
+  await showStored();
+  ($('stored').hidden ? $('load') : $('stored-title')).focus();
+  if (!model && !loading) await look({ ask: found?.download !== null });
+}
+
+async function persist() {
+  const kept = await storage.persist();
+  $('stored-note').textContent = kept ? 'The browser keeps them until you delete them.' : 'The browser may delete them when space runs short; it has its own rules for that.';
 }
 
 // ---- Loading -------------------------------------------------------------------------------------------------------
 
-/** Bytes a second over the last seconds. */
-function speedometer() {
-  const points = [];
-  return (loaded) => {
-    const now = performance.now();
-    points.push([now, loaded]);
-    while (points.length > 2 && now - points[0][0] > 4000) points.shift();
-    const [[t0, b0]] = points;
-    return now - t0 > 250 ? (1000 * (loaded - b0)) / (now - t0) : null;
-  };
-}
-
-const PHASES = { start: 'Starting', download: 'Downloading', compile: 'Preparing the GPU', ready: 'Ready' };
+const PHASES = { start: 'Starting', config: 'Reading its description', download: 'Downloading', upload: 'Reading it in', compile: 'Getting ready', ready: 'Ready' };
 
 function progressView() {
-  const rate = speedometer();
   let announced = 0;
-  let last = 0;
-  return ({ phase, loadedBytes, totalBytes, pipelines }) => {
-    const now = performance.now();
-    const total = Math.max(totalBytes, found.bytes ?? 0);
-    const done = phase === 'download' && loadedBytes >= total;
-    if (phase === 'download' && !done && now - last < 80) return;
-    last = now;
+  let downloading = false;
+  return ({ phase, bytes: done, total, rate, pipelines }) => {
+    // Weights go on as they come, so these two take turns; the slower one is shown.
+    if (phase === 'download') downloading = done < total;
+    else if (phase === 'upload' && downloading) return;
     $('progress-label').textContent = PHASES[phase];
     const bar = $('progress');
-    if (phase === 'download' && total > 0) {
-      const speed = loadedBytes > RATE_FROM_BYTES ? rate(loadedBytes) : null;
-      bar.value = loadedBytes / total;
-      $('progress-amount').textContent = `${bytes(loadedBytes)} of ${bytes(total)}`;
-      $('progress-rate').textContent = speed ? `${bytes(speed)}/s, ${duration((1000 * (total - loadedBytes)) / speed)} left` : '';
-      if (bar.value >= announced + ANNOUNCE_STEP) {
+    $('progress-amount').textContent = '';
+    $('progress-rate').textContent = '';
+    if (pipelines?.total) {
+      bar.value = pipelines.done / pipelines.total;
+      $('progress-amount').textContent = `${pipelines.done} of ${pipelines.total} shaders`;
+    } else if ((phase === 'download' || phase === 'upload') && total > 0) {
+      bar.value = done / total;
+      $('progress-amount').textContent = `${bytes(done)} of ${bytes(total)}`;
+      if (rate) $('progress-rate').textContent = `${bytes(rate)}/s, ${duration((1000 * (total - done)) / rate)} left`;
+      if (phase === 'download' && bar.value >= announced + ANNOUNCE_STEP) {
         announced = Math.floor(bar.value / ANNOUNCE_STEP) * ANNOUNCE_STEP;
         announce(`Downloading: ${Math.round(100 * announced)} percent`);
       }
-    } else {
-      if (pipelines?.total) bar.value = pipelines.done / pipelines.total;
-      else bar.removeAttribute('value');
-      $('progress-amount').textContent = pipelines?.total ? `${pipelines.done} of ${pipelines.total} shaders` : '';
-      $('progress-rate').textContent = '';
-    }
+    } else bar.removeAttribute('value');
   };
 }
 
@@ -186,6 +282,7 @@ async function startLoading() {
   const focused = document.activeElement === $('load');
   loading = new AbortController();
   const started = performance.now();
+  $('model-size').textContent = $('model-size').textContent.replace(/ Nothing is .*$/, '');
   showError($('load-error'), null);
   show($('load-row'), false);
   show($('loading'), true);
@@ -193,18 +290,21 @@ async function startLoading() {
   if (focused) $('load-cancel').focus();
   announce('Loading the model');
   try {
-    model = await load(source, { ...options, onProgress: progressView(), signal: loading.signal });
+    model = await load(source, { ...options, onProgress: progressView(), onWarning: warn, signal: loading.signal });
     record.loadMs = Math.round(performance.now() - started);
     showLoaded(performance.now() - started);
   } catch (error) {
     show($('load-row'), true);
-    if (error.code === 'Aborted') announce('Loading was cancelled');
-    else showError($('load-error'), error, 'The model could not be loaded.');
+    if (error.code === 'Aborted') {
+      announce('Loading was cancelled');
+      look({ ask: true });
+    } else showError($('load-error'), error, 'The model could not be loaded.');
     if (focused) $('load').focus();
   } finally {
     loading = null;
     show($('loading'), false);
     showDiagnostics();
+    showStored();
   }
 }
 
@@ -244,18 +344,18 @@ function setReady(ready) {
   $('prompt-hint').textContent = ready ? '' : 'Load the model first.';
 }
 
-async function unload() {
+async function unload({ lookAgain = true } = {}) {
   running?.abort();
   const gone = model;
   model = null;
   setReady(false);
   show($('loaded'), false);
   show($('load-row'), true);
-  showSize();
-  $('load').focus();
   await gone?.dispose();
   announce('The model is unloaded');
-  showDiagnostics();
+  if (!lookAgain) return;
+  await look({ ask: true });
+  $('load').focus();
 }
 
 // ---- Generating ----------------------------------------------------------------------------------------------------
@@ -341,7 +441,24 @@ explainSchedule();
 
 $('load').addEventListener('click', startLoading);
 $('load-cancel').addEventListener('click', () => loading?.abort());
-$('unload').addEventListener('click', unload);
+$('unload').addEventListener('click', () => unload());
+$('ask').addEventListener('click', async () => {
+  await look({ ask: true });
+  $('load').focus();
+});
+$('source-form').addEventListener('submit', (event) => {
+  event.preventDefault();
+  const other = $('source').value.trim();
+  if (other) choose(other);
+  else $('source').focus();
+});
+$('pick').addEventListener('click', () => $('picked').click());
+$('picked').addEventListener('change', () => {
+  const files = [...$('picked').files];
+  $('picked').value = '';
+  if (files.length > 0) choose(files);
+});
+$('persist').addEventListener('click', persist);
 $('form').addEventListener('submit', (event) => {
   event.preventDefault();
   if (running) running.abort();
@@ -370,4 +487,7 @@ $('copy').addEventListener('click', async () => {
   }
 });
 
+$('source').value = query.get('model') ?? '';
+if (query.has('model')) $('quantize').value = query.get('quantize') ?? '';
 look();
+showStored();

@@ -11,6 +11,7 @@ export { availability, type Availability, type AvailabilityOptions } from './ava
 export type { DeviceInfo } from './device.js';
 export { ForecallError, type ErrorCode, type ErrorFields } from './errors.js';
 export { Generation } from './generation.js';
+export { sourceName } from './options.js';
 export { storage, type StoredModel } from './storage.js';
 export type * from './types.js';
 

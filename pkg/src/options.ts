@@ -49,13 +49,18 @@ function show(value: unknown): string {
 /** Whether a source is an address; it is a repo id otherwise. */
 const ADDRESS = /^([a-z][a-z0-9+.-]*:|\.{0,2}\/)|\/$/i;
 
-/** A folder's absolute URL with its slash; relative ones are taken from the page. What is no address stays as it is: the engine knows repo ids. */
+/** As {@link sourceName}; `name` is what an error calls it. What is no address stays as it is: the engine knows repo ids. */
 export function locationOf(name: string, value: string | URL): string {
   if (typeof value === 'string' && !ADDRESS.test(value)) return value;
   const url = absolute(name, value);
   if (!/^https?:$/.test(url.protocol)) throw invalid(name, `${name} must be an http or https URL, got ${show(url.href)}.`);
   if (!url.pathname.endsWith('/')) url.pathname += '/';
   return url.href;
+}
+
+/** The full name of a source, as `storage.list()` gives it: a repo id as it is, an address absolute and with its closing slash. */
+export function sourceName(source: string | URL): string {
+  return locationOf('the source', source);
 }
 
 function absolute(name: string, value: string | URL): URL {

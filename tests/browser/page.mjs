@@ -4,7 +4,8 @@
 import assert from 'node:assert/strict';
 import { readFileSync } from 'node:fs';
 import { createRequire } from 'node:module';
-import { DEMO, newPage, shoot, site, test } from './harness.mjs';
+import path from 'node:path';
+import { DEMO, newPage, ROOT, shoot, site, test } from './harness.mjs';
 
 const AXE = readFileSync(createRequire(import.meta.url).resolve('axe-core/axe.min.js'), 'utf8');
 const DESKTOP = { viewport: { width: 1200, height: 900 } };
@@ -42,9 +43,8 @@ test('page: nothing of the model is downloaded before a click, and nobody else i
   await ready(page);
   const origin = new URL(await site()).origin;
   assert.deepEqual(page.asked.filter(({ url }) => new URL(url).origin !== origin), []);
-  const early = page.asked.filter(({ url }) => url.includes('/models/') || url.includes('.wasm'));
-  assert.ok(early.length > 0 && early.every(({ method }) => method === 'HEAD'), JSON.stringify(early));
-  assert.match(await page.textContent('#model-size'), /\d+ MB to download from this server/);
+  assert.match(await page.textContent('#model-size'), /\d+ MB to download from this server\. Nothing is downloaded yet/);
+  for (const fact of ['To download', 'Memory it takes', 'Largest binding', 'Weights', 'Drafts']) assert.match(await page.textContent('#file-facts'), new RegExp(fact));
   assert.match(await page.textContent('#device-verdict'), /Runs on your GPU/);
   for (const fact of ['GPU adapter', '16-bit floats', 'Subgroups', 'Largest binding', 'Main memory']) assert.match(await page.textContent('#device-facts'), new RegExp(fact));
   await loadModel(page);
@@ -185,6 +185,7 @@ test('page: no GPU is said honestly, before anything is downloaded', async () =>
     assert.match(await page.textContent('#device-help'), /found no GPU.*hardware acceleration/);
     await page.waitForFunction(() => document.getElementById('model-size').textContent !== 'Asking for its size…');
     assert.equal(await page.isDisabled('#load'), true);
+    assert.equal(await page.isVisible('#ask'), false);
     await shoot(page, `${name}-6-no-gpu`);
     await expectAccessible(page, 'no GPU');
   }
@@ -242,4 +243,70 @@ test('page: a model from another server is not asked for before the click', asyn
   await page.click('#load');
   await page.waitForSelector('#load-error:not([hidden])');
   assert.match(await page.textContent('#load-error'), /cannot be reached/);
+
+  const hub = await openPage({}, { query: '?model=owner/name&hub=http://127.0.0.1:9' });
+  await ready(hub);
+  assert.match(await hub.textContent('#model-size'), /From 127\.0\.0\.1:9\. Nothing is asked for/);
+  assert.equal(await hub.textContent('#model-name'), 'owner/name');
+  assert.ok(hub.asked.every(({ url }) => !url.startsWith('http://127.0.0.1:9/')));
+  await hub.click('#ask');
+  await hub.waitForSelector('#load-error:not([hidden])');
+  assert.match(await hub.textContent('#load-error'), /cannot be reached/);
+  assert.equal(await hub.isDisabled('#load'), true);
 });
+
+test('page: another model by its address, in the page\'s own address afterwards; from picked files; one that does not fit', async () => {
+  const page = await openPage();
+  await ready(page);
+  await page.click('#another summary');
+  await page.fill('#source', '/tests/golden/tiny-llama-tied/');
+  await page.selectOption('#quantize', 'q8');
+  await expectAccessible(page, 'another model');
+  await page.click('#choose');
+  await page.waitForFunction(() => document.getElementById('model-name').textContent === 'tiny-llama-tied');
+  await ready(page);
+  assert.match(await page.textContent('#model-size'), /kB to download/);
+  assert.match(await page.textContent('#file-facts'), /8-bit/);
+  const query = new URL(page.url()).searchParams;
+  assert.deepEqual([query.get('model'), query.get('quantize'), query.get('backend')], ['/tests/golden/tiny-llama-tied/', 'q8', 'webgpu']);
+  await loadModel(page);
+  await page.setInputFiles('#picked', path.join(ROOT, 'tests/golden/tiny-llama'));
+  await page.waitForFunction(() => /On this device/.test(document.getElementById('model-size').textContent));
+  await loadModel(page);
+
+  await page.route('**/huge/config.json', (route) => route.fulfill({ json: { model_type: 'llama', vocab_size: 2e9 } }));
+  await page.route('**/huge/model.safetensors', (route) => route.fulfill({ body: 'weights' }));
+  await page.fill('#source', './huge/');
+  await page.click('#choose');
+  await page.waitForSelector('#unfit:not([hidden])');
+  assert.match(await page.textContent('#unfit'), /does not fit this device: maxBufferSize.*4 TB/);
+  assert.equal(await page.isDisabled('#load'), true);
+  await shoot(page, 'desktop-10-does-not-fit');
+  await expectAccessible(page, 'does not fit');
+  assert.deepEqual(page.errors, []);
+});
+
+for (const [name, options] of Object.entries({ desktop: DESKTOP, phone: PHONE, 'phone-dark': { ...PHONE, colorScheme: 'dark' } })) {
+  test(`page: ${name}: what is stored is listed, needs no download, and can be deleted`, async () => {
+    const page = await openPage(options, { query: '?backend=webgpu&model=/tests/golden/tiny-llama-tied/' });
+    await loadModel(page);
+    await page.goto(`${await site()}?backend=webgpu`);
+    await loadModel(page);
+    await page.waitForFunction(() => document.querySelectorAll('#stored-list li').length === 2);
+    await page.click('#unload');
+    await page.waitForFunction(() => /Stored on this device/.test(document.getElementById('model-size').textContent));
+    assert.equal(await page.textContent('#load'), 'Start');
+    await page.click('#persist');
+    await page.waitForFunction(() => document.getElementById('stored-note').textContent !== '');
+    await page.click('#another summary');
+    await shoot(page, `${name}-11-stored`);
+    await expectAccessible(page, 'stored');
+    assert.deepEqual(await page.locator('#stored-list .name').allTextContents(), ['SmolLM2-135M-Instruct', 'tiny-llama-tied']);
+    await page.click('#stored-list li:first-child button');
+    await page.waitForFunction(() => document.querySelectorAll('#stored-list li').length === 1);
+    await page.waitForFunction(() => /to download/.test(document.getElementById('model-size').textContent));
+    await page.click('#stored-list li:first-child button');
+    await page.waitForSelector('#stored', { state: 'hidden' });
+    assert.deepEqual(page.errors, []);
+  });
+}
