@@ -1,2 +1,2 @@
-/** Address of this package's folder, with its closing slash: `adapter_config.json` and `adapter_model.safetensors` lie in it. */
-export declare const adapterUrl: string;
+/** The adapter's files, each at its own address, in a form that bundlers see: what `load` takes as its `adapter`. */
+export declare const adapterFiles: Readonly<Record<'adapter_config.json' | 'adapter_model.safetensors', string>>;

@@ -10,6 +10,8 @@ import './package.mjs';
 import './facade.mjs';
 import './page.mjs';
 import './golden.mjs';
+import './loading.mjs';
+import './bundlers.mjs';
 import './demo-model.mjs';
 
 const filter = process.argv[2] ?? '';

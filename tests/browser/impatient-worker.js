@@ -1,0 +1,3 @@
+// The package's worker, whose patience with a silent connection is short.
+import './impatient.js';
+import '/pkg/dist/worker.js';
