@@ -10,6 +10,7 @@ import type { BlobStore } from './engine.js';
 const NAME = 'forecall';
 /** How long a lock is waited for: a load that was just stopped lets go of it at once. */
 const LOCK_WAIT_MS = 1000;
+const OPEN_TRIES = 20;
 const TEMPORARY = '.tmp';
 
 /** A {@link BlobStore} in plain values, as page and worker use it. Names are `entry/blob`; a prefix is empty, `entry/`, or a name. */
@@ -72,13 +73,13 @@ class FileStore implements Store {
     const found: [string, number][] = [];
     for await (const [entry, folder] of this.#root.entries()) {
       if (!(folder instanceof FileSystemDirectoryHandle) || !within(entry, prefix)) continue;
-      for await (const [blob, file] of folder.entries()) {
-        if (!(file instanceof FileSystemFileHandle) || blob.endsWith(TEMPORARY) || !covers(prefix, `${entry}/${blob}`)) continue;
-        try {
+      try {
+        for await (const [blob, file] of folder.entries()) {
+          if (!(file instanceof FileSystemFileHandle) || blob.endsWith(TEMPORARY) || !covers(prefix, `${entry}/${blob}`)) continue;
           found.push([`${entry}/${blob}`, (await file.getFile()).size]);
-        } catch (error) {
-          if (!isMissing(error)) throw error; // deleted meanwhile
         }
+      } catch (error) {
+        if (!isMissing(error)) throw error; // deleted meanwhile
       }
     }
     return found;
@@ -101,7 +102,7 @@ class FileStore implements Store {
 }
 
 async function write(file: WorkerFileHandle, bytes: Uint8Array): Promise<void> {
-  const handle = await file.createSyncAccessHandle();
+  const handle = await openForWriting(file);
   try {
     handle.truncate(0);
     for (let at = 0; at < bytes.length; ) {
@@ -112,6 +113,19 @@ async function write(file: WorkerFileHandle, bytes: Uint8Array): Promise<void> {
     handle.flush();
   } finally {
     handle.close();
+  }
+}
+
+/** A worker that was just ended may not have let go of the file yet. */
+async function openForWriting(file: WorkerFileHandle): Promise<SyncAccessHandle> {
+  for (let tries = 1; ; tries++) {
+    try {
+      return await file.createSyncAccessHandle();
+    } catch (error) {
+      const busy = error instanceof DOMException && error.name === 'NoModificationAllowedError';
+      if (!busy || tries >= OPEN_TRIES) throw error;
+      await new Promise((resolve) => setTimeout(resolve, LOCK_WAIT_MS / OPEN_TRIES));
+    }
   }
 }
 
