@@ -22,16 +22,18 @@ const table = await page.evaluate(
   async ({ model, backend, rows, rounds, cure }) => {
     // See there what ails the driver.
     if (cure) await import('/tests/browser/storage-params.js');
-    const [{ default: init, load }, { httpSource }, { chooseBackend }] = await Promise.all([
+    const [{ default: init, load }, { getter }, { chooseBackend }] = await Promise.all([
       import('/pkg/wasm/forecall.js'),
-      import('/pkg/dist/bytes.js'),
+      import('/pkg/dist/transport.js'),
       import('/pkg/dist/device.js'),
     ]);
     const choice = await chooseBackend(backend, () => {});
     await init({ module_or_path: '/pkg/wasm/forecall_bg.wasm' });
-    const options = { precision: 'auto', contextLength: 2048, backend, adapter: choice.adapter, drafter: 'auto' };
-    const files = httpSource(new URL(model, location.href).href, { headers: {}, onSize() {}, onBytes() {}, onMissing() {} });
-    const loaded = await load(JSON.stringify(options), files, undefined, () => {});
+    const source = { kind: 'remote', location: new URL(model, location.href).href, revision: null, hubUrl: null, headers: {} };
+    const options = { source, drafter: 'auto', precision: 'auto', quantize: null, contextLength: 2048, backend, adapter: choice.adapter, store: false, limits: choice.limits, quota: null };
+    const get = getter((url, init) => fetch(url, init), new AbortController().signal);
+    const io = { get, sleep: (ms) => new Promise((resolve) => setTimeout(resolve, ms)) };
+    const loaded = await load(JSON.stringify(options), io, () => true);
     const measured = JSON.parse(await loaded.measure(Uint32Array.from(rows), rounds));
     loaded.dispose();
     return measured;
