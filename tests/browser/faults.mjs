@@ -44,9 +44,9 @@ export function sha256({ size, read }) {
  * - `size`: what is said of its size; `etag`: another version; `flip`: the byte at this place is another one
  * - `slow`: milliseconds before each piece
  *
- * `log` has an entry per GET of a file: `{ folder, file, from, sent, status, headers }`.
+ * `cdn` is the address of another such server, to which a hub sends on. `log` has an entry per GET of a file: `{ folder, file, from, sent, status, headers }`.
  */
-export async function faultServer(folders, { hashes = {} } = {}) {
+export async function faultServer(folders, { hashes = {}, cdn = '' } = {}) {
   const log = [];
   const state = { manner: () => null };
   let port = 0;
@@ -65,7 +65,7 @@ export async function faultServer(folders, { hashes = {} } = {}) {
     const listing = /^\/api\/models\/([^/]+\/[^/]+)\/revision\/([^/]+)$/.exec(url.pathname);
     if (listing) return list(listing[1], request, response);
     const resolve = /^\/([^/]+\/[^/]+)\/resolve\/([^/]+)\/(.+)$/.exec(url.pathname);
-    if (resolve) return response.writeHead(302, { location: `/${resolve[1]}/${resolve[3]}` }).end();
+    if (resolve) return response.writeHead(302, { location: `${cdn}/${resolve[1]}/${resolve[3]}` }).end();
     const name = Object.keys(folders).find((folder) => url.pathname.startsWith(`/${folder}/`));
     const file = name && decodeURIComponent(url.pathname.slice(name.length + 2));
     const content = name && folders[name][file];

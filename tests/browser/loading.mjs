@@ -303,6 +303,23 @@ test('loading: a gated repo needs the header, given as `headers` or by the page\
   });
 }, { seconds: 90 });
 
+test('loading: a hub may send on to another host, which is given no token and needs no leave for ranges', async () => {
+  const cdn = await faultServer({ [REPO]: MIDDLE });
+  const hub = await faultServer({ [REPO]: MIDDLE }, { cdn: cdn.url });
+  try {
+    const page = await blankPage('stock');
+    expectLoaded(await load(page, REPO, { hubUrl: hub.url, quantize: 'q4', store: false, headers: { Authorization: 'Bearer secret' } }));
+    assert.ok(cdn.weightBytes() >= MIDDLE[WEIGHTS].size);
+    assert.equal(hub.weightBytes(), 0);
+    for (const { headers } of cdn.log) assert.equal(headers.authorization, undefined, 'the token was sent on to another host');
+    assert.deepEqual(cdn.preflights, [], 'the browser had to ask for leave');
+    assert.ok(hub.preflights.length > 0 && hub.preflights.every((headers) => /authorization/.test(headers)));
+  } finally {
+    await cdn.stop();
+    await hub.stop();
+  }
+});
+
 test('loading: stored blocks that were damaged are fetched again', async () => {
   await withServer(async ({ server, page, options }) => {
     const first = await load(page, REPO, options);
