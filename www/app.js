@@ -129,7 +129,7 @@ function showSize(from) {
     ['To download', missing > 0 ? bytes(missing) : 'nothing'],
     ['Stored already', stored > 0 ? bytes(stored) : ''],
     ['Memory it takes', bytes(memory.weights + memory.cache + memory.working)],
-    ['Largest binding', found.backend === 'webgpu' && `${bytes(memory.largestBinding)} of ${bytes(limits.maxStorageBufferBindingSize)}`],
+    ['Largest binding', memory.largestBinding && `${bytes(memory.largestBinding.bytes)} of ${bytes(limits.maxStorageBufferBindingSize)}`],
     ['Weights', model.quantization],
     ['Drafts', model.drafter ? 'yes' : 'no: one token a call'],
   ]);

@@ -25,9 +25,9 @@ export interface Availability {
   model: { type: string; quantization: string; tokenizer: boolean; drafter: boolean } | null;
   /** What `load` would fetch: bytes still to come, bytes stored already, and all files. */
   download: { bytes: number; stored: number; files: { file: string; bytes: number }[] } | null;
-  /** Bytes on the device: weights, KV cache, working memory, and the largest piece that one shader binds. */
-  memory: { weights: number; cache: number; working: number; largestBinding: number } | null;
-  /** Bytes that storing would take, and that the browser still gives this site; `null` where it does not say. */
+  /** Bytes on the device: weights, KV cache, working memory; and on a GPU the largest piece that one shader binds, and of what it is. */
+  memory: { weights: number; cache: number; working: number; largestBinding: { bytes: number; of: string } | null } | null;
+  /** Bytes that storing would take, and that the browser says it still gives this site (some say the same whatever there is); `null` where it does not say. */
   room: { needed: number; left: number | null } | null;
 }
 

@@ -118,7 +118,7 @@ export interface EnginePreflight {
   reason: string | null;
   limit: string | null;
   download: { bytes: number; stored_bytes: number; files: { file: string; bytes: number }[] };
-  memory: { weights: number; kv_cache: number; working: number; largest_binding: number };
+  memory: { weights: number; kv_cache: number; working: number; largest_binding: { bytes: number; of: string } | null };
   store: { bytes_needed: number; quota_left: number | null };
 }
 

@@ -22,6 +22,9 @@ export interface StoredModel {
   used: Date | null;
 }
 
+/** Repo ids are listed, and deleted, whatever their revision. */
+const withoutRevision = (source: string): string => source.replace(/^([^/:@]+\/[^/:@]+)@.*$/, '$1');
+
 /** What the engine keeps of an entry, as far as it is read here. */
 interface Manifest {
   source?: unknown;
@@ -51,7 +54,7 @@ async function entriesOf(store: Store): Promise<StoredModel[]> {
       const { source, revision, role, complete, created, used } = await manifestOf(store, id);
       const time = (value: unknown): Date | null => (typeof value === 'number' ? new Date(value) : null);
       const text = (value: unknown): string | null => (typeof value === 'string' ? value : null);
-      return { id, source: text(source), revision: text(revision), role: role === 'adapter' ? ('adapter' as const) : ('model' as const), bytes, complete: complete === true, created: time(created), used: time(used) };
+      return { id, source: typeof source === 'string' ? withoutRevision(source) : null, revision: text(revision), role: role === 'adapter' ? ('adapter' as const) : ('model' as const), bytes, complete: complete === true, created: time(created), used: time(used) };
     }),
   );
 }
@@ -75,7 +78,7 @@ async function size(): Promise<number> {
  * go on. Answers how many were deleted; rejects with `Busy` while another load writes one of them.
  */
 async function remove(what?: string | URL | StoredModel): Promise<number> {
-  const source = typeof what === 'string' || what instanceof URL ? locationOf('the source', what).replace(/^([^/:@]+\/[^/@]+)@.*$/, '$1') : null;
+  const source = typeof what === 'string' || what instanceof URL ? withoutRevision(locationOf('the source', what)) : null;
   const wanted = (entry: StoredModel): boolean => what === undefined || (source === null ? entry.id === (what as StoredModel).id : entry.source === source);
   let deleted = 0;
   const locks = new Locks();

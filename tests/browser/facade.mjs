@@ -332,7 +332,7 @@ test('façade: availability tells files, bytes, memory and the device', async ()
   assert.ok(tiny.download.files.some(({ file }) => file === 'draft_adapter/adapter_model.safetensors'));
   assert.equal(tiny.download.bytes, tiny.download.files.reduce((sum, { bytes }) => sum + bytes, 0));
   assert.deepEqual([tiny.model.type, tiny.model.drafter, tiny.download.stored, tiny.limit], ['llama', true, 0, null]);
-  assert.ok(tiny.memory.weights > 0 && tiny.memory.largestBinding > 0 && tiny.room.left > 1e6);
+  assert.ok(tiny.memory.weights > 0 && tiny.memory.largestBinding.bytes > 0 && tiny.room.left > 1e6);
   assert.equal(tiny.device.subgroups, true);
   assert.equal(none.available, false);
   assert.match(none.reason, /no config\.json/);

@@ -125,7 +125,7 @@ export async function faultServer(folders, { hashes = {}, cdn = '' } = {}) {
       const room = response.write(piece);
       if (limit <= piece.length && how.stall !== undefined) return;
       if (limit <= piece.length) return setTimeout(() => response.destroy(), 20);
-      if (!room) await new Promise((resolve) => response.once('drain', resolve).once('close', resolve));
+      if (!room) await drained(response);
     }
     response.end();
   }
@@ -151,6 +151,16 @@ export async function faultServer(folders, { hashes = {}, cdn = '' } = {}) {
     start,
     stop,
   };
+}
+
+function drained(response) {
+  return new Promise((resolve) => {
+    const done = () => {
+      response.off('drain', done).off('close', done);
+      resolve();
+    };
+    response.on('drain', done).on('close', done);
+  });
 }
 
 // ---- A checkpoint of any size --------------------------------------------------------------------------------------

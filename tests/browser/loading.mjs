@@ -147,7 +147,8 @@ test('loading: a stopped download goes on at its byte; so does one whose page wa
     const closing = await tab(page);
     const pending = load(closing, REPO, options).catch(() => null);
     const until = Date.now() + 20_000;
-    while (server.weightBytes(since) < size * 0.2 && Date.now() < until) await new Promise((resolve) => setTimeout(resolve, 20));
+    // The server is ahead of the browser by what lies in buffers.
+    while (server.weightBytes(since) < size * 0.4 && Date.now() < until) await new Promise((resolve) => setTimeout(resolve, 20));
     await closing.close();
     await pending;
     const second = server.log.slice(since).filter(({ file }) => file === WEIGHTS);
@@ -185,8 +186,9 @@ test('loading: more than the browser gives room for runs all the same, with a wa
   await withServer(async ({ page, options }) => {
     const session = await page.context().newCDPSession(page);
     await session.send('Storage.overrideQuotaForOrigin', { origin: new URL(await site()).origin, quotaSize: 4_000_000 });
+    // What browsers say beforehand is a fixed number, whatever there is.
     const tight = await look(page, REPO, options);
-    assert.ok(tight.room.left <= 4_000_000 && tight.room.needed > tight.room.left, JSON.stringify(tight.room));
+    assert.ok(tight.room.left > 0 && tight.room.needed > 4_000_000, JSON.stringify(tight.room));
     const outcome = await load(page, REPO, options);
     expectLoaded(outcome);
     assert.deepEqual(codes(outcome), ['store-quota']);
@@ -268,11 +270,18 @@ test('loading: answers that are not the file are refused, by what they are, and 
       [() => ({ status: 401 }), 'Fetch', /permission/],
       [() => ({ status: 404 }), 'Fetch', /no config\.json/],
     ];
+    const wrong = [];
     for (const [manner, code, about] of cases) {
       nth = 0;
       server.behave(manner);
-      expectError(await load(page, address, options), code, about);
+      const outcome = await load(page, address, options);
+      try {
+        expectError(outcome, code, about);
+      } catch (error) {
+        wrong.push(`${manner}: ${error.message}`);
+      }
     }
+    assert.deepEqual(wrong, []);
     // A hub lists sizes, and the hash of what it has.
     server.behave(weights(() => ({ size: MIDDLE[WEIGHTS].size + 5, whole: true })));
     expectError(await load(page, REPO, options), 'Fetch', /bytes/);

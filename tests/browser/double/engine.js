@@ -207,7 +207,7 @@ export function startDouble() {
         reason: fits ? null : `the head takes 4 TB in one buffer, this device binds ${binding}`,
         limit: fits ? null : 'maxBufferSize',
         download: { bytes: bytes - stored, stored_bytes: stored, files: found },
-        memory: { weights: size, kv_cache: 94371840, working: 9000000, largest_binding: 15925248 },
+        memory: { weights: size, kv_cache: 94371840, working: 9000000, largest_binding: options.backend === 'cpu' ? null : { bytes: 15925248, of: 'the head' } },
         store: { bytes_needed: size, quota_left: options.quota && options.quota.quota - options.quota.usage },
       });
     },
