@@ -219,5 +219,19 @@ def main():
     write("checkpoint", "setdlm-nested", container({
         "config.json": json.dumps(named), "model.safetensors": safetensors(layers(1, 4, 6, 2, 1, 2, "F16", at) | norms)}))
 
+    sha = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    files = {"config.json": [12, None], "model.safetensors": [7, sha], "a/b": [None, None]}
+    siblings = [{"rfilename": "config.json", "size": 12}, {"rfilename": "a/b"},
+                {"rfilename": "model.safetensors", "size": 7, "lfs": {"sha256": sha, "size": 7, "pointerSize": 130}}]
+    write("hub_listing", "three", json.dumps({"id": "o/m", "sha": "c0ffee", "private": False, "siblings": siblings}))
+    write("hub_listing", "empty", json.dumps({"sha": "c0ffee", "siblings": []}))
+    manifest = {"version": 1, "source": "o/m", "revision": "c0ffee", "asked": "main", "role": "model", "complete": True,
+                "created": 1, "used": 2, "listing": {"commit": "c0ffee", "files": files}, "missing": ["a"], "small": {"b": 3},
+                "weights": {"model.safetensors": {"size": 7, "version": '"x"', "verified": True}}}
+    write("store_manifest", "hub", json.dumps(manifest))
+    write("store_manifest", "address", json.dumps(manifest | {"asked": None, "listing": None, "weights": {}}))
+    words = lambda count: struct.pack("<Q", count) + bytes(4 * count)
+    write("stored_block", "rows", words(64) + words(16) + words(3))
+    write("stored_block", "short", words(64) + words(16)[:-4])
 
 main()

@@ -12,17 +12,20 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use forecall::fetch::locator::{Listing, Locator};
+use forecall::fetch::store::{self, StoredListing};
 use forecall::model::load::{AdapterFrom, LoadOptions, Sources, load_checkpoint, stream_weights};
 use forecall::model::program::{MatrixId, VectorId};
 use forecall::model::{adapter, config, fields, forward};
 use forecall::text::{ChatRequest, ChatTemplate, Detokenizer, DetokenizerOptions, Tokenizer, TokenizerConfig};
 use forecall::weights::WeightSink;
 use forecall::weights::index::TensorIndex;
-use forecall::weights::packed::PackedRows;
+use forecall::weights::packed::{Format, PackedRows, ScaleFormat};
 use forecall::weights::plan::PlainFormat;
 use forecall::weights::quantization::Quantization;
 use forecall::weights::safetensors_header;
 use forecall::weights::source::ByteSource;
+use forecall::weights::stored_block::{self, BlobReader};
 use pollster::block_on;
 
 /// A parser to fuzz.
@@ -36,7 +39,7 @@ pub struct Target {
 }
 
 /// All of them.
-pub const TARGETS: [Target; 9] = [
+pub const TARGETS: [Target; 12] = [
     Target { name: "safetensors_header", parse: header, memory: (1 << 20, 64) },
     Target { name: "shard_index", parse: shard_index, memory: (1 << 20, 128) },
     // A thousand layers, which take a few kilobytes each, are said in a few bytes.
@@ -49,6 +52,9 @@ pub const TARGETS: [Target; 9] = [
     Target { name: "chat_template", parse: chat_template, memory: (256 << 20, 64) },
     Target { name: "adapter", parse: draft_adapter, memory: (2 << 20, 128) },
     Target { name: "checkpoint", parse: checkpoint, memory: (32 << 20, 256) },
+    Target { name: "hub_listing", parse: hub_listing, memory: (1 << 20, 128) },
+    Target { name: "store_manifest", parse: store_manifest, memory: (1 << 20, 128) },
+    Target { name: "stored_block", parse: stored_blob, memory: (1 << 20, 8) },
 ];
 
 /// Runs one target on one input and checks the memory it took.
@@ -157,6 +163,34 @@ fn quantization(input: &[u8]) {
     let Ok(map) = fields::parse_object("config.json", input) else { return };
     if let Ok(Some(found)) = Quantization::from_config(&fields::Fields::new("config.json", &map)) {
         assert!(matches!(found.default.bits, 4 | 8) && matches!(found.default.group, 32 | 64 | 128));
+    }
+}
+
+fn hub_listing(input: &[u8]) {
+    if let Ok(listing) = Listing::parse("o/m", input) {
+        let stored = StoredListing::from(&listing);
+        assert_eq!(Listing::from(&stored), listing);
+        let url = Locator::parse("o/m", None, None).unwrap().file_url("a b", Some(&listing.commit));
+        assert!(url.bytes().all(|c| c.is_ascii_graphic()), "{url}");
+    }
+}
+
+fn store_manifest(input: &[u8]) {
+    if let Some(manifest) = store::read_manifest(input) {
+        let again = store::read_manifest(&serde_json::to_vec(&manifest).unwrap());
+        assert_eq!(again.as_ref(), Some(&manifest));
+        let _ = manifest.listing.as_ref().map(Listing::from);
+    }
+}
+
+fn stored_blob(input: &[u8]) {
+    let _ = stored_block::unseal(input);
+    // Damage is seen by the sum; what lies behind it must hold all the same.
+    let sealed = stored_block::seal(input);
+    let Some(mut reader) = BlobReader::new(&sealed) else { panic!("a sealed blob is whole") };
+    if let Some(rows) = reader.matrix(Format::Affine { bits: 4, group: 32, scale: ScaleFormat::F16 }, 8, 5, 40) {
+        assert_eq!((rows.data.len(), rows.scales.len()), (2 * 8 * 4, 2 * 8));
+        let _ = reader.vector(3);
     }
 }
 
