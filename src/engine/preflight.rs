@@ -149,3 +149,23 @@ fn quantization(checkpoint: &Checkpoint) -> String {
     }
     counts.into_iter().max_by_key(|(_, count)| *count).map_or_else(String::new, |(name, _)| name)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::weights::source::FolderSource;
+
+    #[test]
+    fn what_a_module_of_32_bits_cannot_hold_is_refused_beforehand() {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/tiny-llama");
+        let mut sources = Sources { base: FolderSource::new(folder).unwrap(), adapter: AdapterFrom::Auto };
+        let options = kept_as(&LoadOptions::default());
+        let checkpoint = pollster::block_on(load_checkpoint(&mut sources, &options, &mut |_| Ok(()))).unwrap();
+        let huge = 1 << 30;
+        let refused = check_cpu(&checkpoint, huge, 4, true);
+        assert!(matches!(&refused, Err(Error::Unsupported(text)) if text.contains("4294967296")), "{refused:?}");
+        // Controls: natively, and with a context that fits.
+        assert_eq!(check_cpu(&checkpoint, huge, 4, false), Ok(()));
+        assert_eq!(check_cpu(&checkpoint, 4096, 4, true), Ok(()));
+    }
+}
