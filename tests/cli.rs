@@ -296,6 +296,27 @@ fn info_says_what_the_model_is() {
 }
 
 #[test]
+fn preflight_reads_no_weights() {
+    let copy = Copied::new("tiny-llama-q4");
+    let line = format!("info --preflight {} --json", on_cpu(&copy.0));
+    let whole = forecall(&line, &[]).json();
+    assert_eq!((&whole["fits"], &whole["backend"], &whole["model_type"]), (&true.into(), &"cpu".into(), &"llama".into()));
+    assert_eq!(whole["quantization"], "4-bit, groups of 32");
+    assert_eq!(whole["download"]["bytes"], 0, "a folder is here already");
+    assert!(whole["memory"]["weights"].as_u64().unwrap() > 100_000, "{whole}");
+    // With weights that cannot be quantised to anything it says the same, and loading does not.
+    let file = copy.path("model.safetensors");
+    let mut bytes = std::fs::read(&file).unwrap();
+    let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    bytes[8 + length..].fill(0xFF);
+    std::fs::write(&file, bytes).unwrap();
+    assert_eq!(forecall(&line, &[]).json(), whole);
+    assert_ne!(copy.generate().code, 0, "control");
+    let gpu = forecall(&format!("info --preflight --json --backend gpu --model {}", copy.0.display()), &[]).json();
+    assert!(gpu["memory"]["largest_binding"]["bytes"].as_u64().unwrap() > 1000, "{gpu}");
+}
+
+#[test]
 fn wrong_arguments() {
     let nothing = forecall("", &[]);
     assert!(nothing.code == 2 && nothing.stdout.is_empty() && nothing.stderr.contains("Usage"), "{nothing:?}");

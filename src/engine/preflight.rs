@@ -1,6 +1,8 @@
 //! What loading a model would take, from its configs and headers alone: bytes to fetch, memory, and the limit that fails if
 //! one does. No byte of a weight is read.
 
+use std::collections::BTreeMap;
+
 use serde_json::{Value, json};
 
 use super::load::{self, LoadOptions, kept_as};
@@ -8,6 +10,7 @@ use super::{Backend, Model, Sources};
 use crate::error::{Error, Result};
 use crate::gpu::footprint::{self, Limits};
 use crate::model::load::{AdapterFrom, Checkpoint, load_checkpoint};
+use crate::model::program::Role;
 use crate::weights::source::{ByteSource, Survey};
 
 /// What a page knows of the device and its storage.
@@ -98,8 +101,9 @@ impl Model {
         }
         let files: Vec<(&String, u64)> = surveys.iter().flat_map(|s| &s.files).map(|(file, bytes)| (file, *bytes)).collect();
         let download: u64 = files.iter().map(|(_, bytes)| bytes).sum();
-        let packed = checkpoint.packed_bytes();
         let stored = stored_share(&surveys, &checkpoint);
+        // Files that are here already are not stored once more.
+        let to_store = if files.is_empty() { 0 } else { checkpoint.packed_bytes().saturating_sub(stored) };
         let reason = refusal.as_ref().map(ToString::to_string);
         let limits = ["maxStorageBufferBindingSize", "maxBufferSize", "WebAssembly"];
         let limit = reason.as_deref().and_then(|reason| limits.into_iter().find(|limit| reason.contains(limit)));
@@ -116,7 +120,7 @@ impl Model {
                 "files": files.iter().map(|(file, bytes)| json!({ "file": file, "bytes": bytes })).collect::<Vec<_>>(),
             },
             "memory": memory,
-            "store": { "bytes_needed": packed.saturating_sub(stored), "quota_left": offered.quota_left },
+            "store": { "bytes_needed": to_store, "quota_left": offered.quota_left },
             "tokenizer": checkpoint.files.tokenizer.is_some(),
             "drafter": checkpoint.program.draft.is_some(),
             "quantization": quantization(&checkpoint),
@@ -137,17 +141,14 @@ fn stored_share(surveys: &[Survey], checkpoint: &Checkpoint) -> u64 {
     u64::try_from(u128::from(checkpoint.packed_bytes()) * have / all.max(1)).unwrap_or_default()
 }
 
-/// The format that most linear weights are in.
+/// The format that most weights are in, the adapter's aside.
 fn quantization(checkpoint: &Checkpoint) -> String {
-    let mut counts: Vec<(String, usize)> = Vec::new();
-    for format in checkpoint.formats() {
-        let name = super::info::format_name(*format);
-        match counts.iter_mut().find(|(known, _)| *known == name) {
-            Some((_, count)) => *count += 1,
-            None => counts.push((name, 1)),
-        }
+    let mut values: BTreeMap<String, usize> = BTreeMap::new();
+    let matrices = checkpoint.program.matrices.iter().zip(checkpoint.formats());
+    for (matrix, format) in matrices.filter(|(matrix, _)| matrix.role != Role::Lora) {
+        *values.entry(super::info::format_name(*format)).or_default() += matrix.n * matrix.k;
     }
-    counts.into_iter().max_by_key(|(_, count)| *count).map_or_else(String::new, |(name, _)| name)
+    values.into_iter().max_by_key(|(_, values)| *values).map_or_else(String::new, |(name, _)| name)
 }
 
 #[cfg(test)]
