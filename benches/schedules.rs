@@ -76,6 +76,7 @@ async fn run() -> Result<()> {
                 anchors,
                 verify_width: options.verify_width,
                 draft_width: options.draft_width,
+                reuse_cache: false,
                 ..Generate::new(Prompt::Tokens(prompt.prompt_ids.clone()))
             };
             let done = model.generate(&request, &mut |_| true).await?;

@@ -360,6 +360,7 @@ struct WebGenerate {
     steps: Option<usize>,
     ignore_eos: bool,
     stop: Vec<String>,
+    cache_prompt: bool,
 }
 
 #[derive(Deserialize)]
@@ -388,6 +389,7 @@ impl From<WebGenerate> for Generate {
             steps: request.steps,
             ignore_eos: request.ignore_eos,
             stop: request.stop,
+            reuse_cache: request.cache_prompt,
         }
     }
 }

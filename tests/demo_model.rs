@@ -25,8 +25,12 @@ fn cpu() -> MutexGuard<'static, Model> {
 }
 
 fn generate(model: &mut Model, prompt: &[u32], count: usize, schedule: &str) -> Generated {
-    let request =
-        Generate { max_tokens: count, schedule: Some(schedule.into()), ..Generate::new(Prompt::Tokens(prompt.to_vec())) };
+    let request = Generate {
+        max_tokens: count,
+        schedule: Some(schedule.into()),
+        reuse_cache: false,
+        ..Generate::new(Prompt::Tokens(prompt.to_vec()))
+    };
     block_on(model.generate(&request, &mut |_| true)).unwrap()
 }
 

@@ -179,6 +179,7 @@ fn generate(model: &mut Model, golden: &Golden, prompt: &[u32], count: usize, sc
         verify_width: width("verify_width"),
         draft_width: width("draft_width"),
         ignore_eos: true,
+        reuse_cache: false,
         ..Generate::new(Prompt::Tokens(prompt.to_vec()))
     };
     block_on(model.generate(&request, &mut |_| true)).unwrap()

@@ -15,7 +15,7 @@ use forecall::decode::options::Anchors;
 use forecall::decode::plan::{CallKind, CallPlan, Choice, Keep, Row, RowToken};
 use forecall::decode::schedule::{Geometry, ModelCalls, PREFILL_CHUNK, Ticket};
 use forecall::decode::{Counts, Generation, ScheduleKind, ScheduleOptions, StopRules};
-use forecall::engine::{Backend, LayerKeyValues, Model, Precision, row_invariance};
+use forecall::engine::{Backend, Generate, Generated, LayerKeyValues, Model, Precision, Prompt, row_invariance};
 use forecall::model::arch::{Anchor, DraftRules, VerifyRows};
 use pollster::block_on;
 
@@ -79,7 +79,7 @@ fn run(
     let stop = StopRules { max_tokens: Some(count), ignore_eos: true, ..StopRules::default() };
     let plain_two_call = kind == ScheduleKind::TwoCall { seed_row: false };
     let fail = |e: forecall::Error| e.to_string();
-    let (mut generation, mut plan) = Generation::start(prompt, Some(rules), &options, &geometry, stop).map_err(fail)?;
+    let (mut generation, mut plan) = Generation::start(prompt, 0, Some(rules), &options, &geometry, stop).map_err(fail)?;
     let (mut tokens, mut seen, mut planned, mut call) = (Vec::new(), BTreeSet::new(), None, 0usize);
     loop {
         let ticket = calls.submit(&plan).map_err(fail)?;
@@ -486,7 +486,7 @@ fn draft_rows_never_change_the_prompts_keys_and_values() {
                 };
                 let geometry = model.calls().geometry();
                 let (_, plan) =
-                    Generation::start(&prompt, model.draft_rules(), &options, &geometry, StopRules::default()).unwrap();
+                    Generation::start(&prompt, 0, model.draft_rules(), &options, &geometry, StopRules::default()).unwrap();
                 plan
             };
             let go = |model: &mut Model, plan: &CallPlan| {
@@ -507,6 +507,57 @@ fn draft_rows_never_change_the_prompts_keys_and_values() {
                 block_on(model.calls().answer(ticket)).unwrap();
                 assert!(same_cache(&cache(&model), &want, prompt.len(), all).is_err(), "control");
             }
+        }
+    }
+}
+
+/// Turns of a chat: what the cache holds of the prompt is used again, and changes no bit.
+#[test]
+fn a_prompt_that_begins_like_the_last_text_is_not_computed_again() {
+    for (name, backend) in BACKENDS {
+        let _turn = (backend == Backend::Gpu).then(|| TURN.lock().unwrap_or_else(PoisonError::into_inner));
+        for checkpoint in ["tiny-llama-tied", "tiny-setdlm-trained"] {
+            let open = || load(&golden_folder(checkpoint), backend, Precision::Auto, Some(CONTEXT));
+            let generate = |model: &mut Model, prompt: &[u32], reuse_cache: bool| {
+                let prompt = Prompt::Tokens(prompt.to_vec());
+                let request = Generate {
+                    max_tokens: 12,
+                    schedule: Some("packed".into()),
+                    verify_width: Some(VERIFY as usize),
+                    draft_width: Some(6),
+                    ignore_eos: true,
+                    reuse_cache,
+                    ..Generate::new(prompt)
+                };
+                block_on(model.generate(&request, &mut |_| true)).unwrap()
+            };
+            let (mut model, mut fresh) = (open(), open());
+            let all = all_slots(&mut model);
+            let first = prompt(23);
+            let answer = generate(&mut model, &first, true);
+            assert_eq!(answer.cached_tokens, 0, "{checkpoint} on {name}: nothing was there before");
+            let second = [&first[..], &answer.tokens, &prompt(9)].concat();
+            let want = generate(&mut fresh, &second, true);
+            let got = generate(&mut model, &second, true);
+            // All but the answer's last token had rows of their own.
+            let least = first.len() + answer.tokens.len() - 1;
+            assert!((least..second.len()).contains(&got.cached_tokens), "{checkpoint} on {name}: {}", got.cached_tokens);
+            let rows = |done: &Generated| done.counts.prefill.rows;
+            assert_eq!(rows(&got), rows(&want) - got.cached_tokens);
+            assert_eq!(got.tokens, want.tokens, "{checkpoint} on {name}");
+            let slots = second.len() + got.tokens.len() - 1;
+            same_cache(&cache(&model), &cache(&fresh), slots, all).unwrap_or_else(|e| panic!("{checkpoint} on {name}: {e}"));
+
+            // Another beginning is used as far as it agrees, and not at all where that is not wanted.
+            let mut other = second.clone();
+            other[5] = (other[5] + 1) % 64;
+            assert_eq!(generate(&mut model, &second, false).cached_tokens, 0);
+            let got = generate(&mut model, &other, true);
+            assert_eq!(got.cached_tokens, 5, "{checkpoint} on {name}");
+            assert_eq!(got.tokens, generate(&mut fresh, &other, false).tokens, "{checkpoint} on {name}");
+            // Control: another token in the part that was used again is told apart.
+            generate(&mut model, &second, true);
+            assert!(same_cache(&cache(&model), &cache(&fresh), slots, all).is_err(), "control");
         }
     }
 }

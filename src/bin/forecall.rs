@@ -320,7 +320,6 @@ mod native {
             (None, None) => return Err(Error::InvalidOption("give --prompt or --tokens".into())),
         };
         let request = Generate {
-            prompt,
             max_tokens: args.max_tokens,
             schedule: args.schedule.clone(),
             verify_width: args.verify_width,
@@ -331,6 +330,7 @@ mod native {
             steps: args.steps,
             ignore_eos: args.ignore_eos,
             stop: args.stop,
+            ..Generate::new(prompt)
         };
         let (streaming, mut written) = (!args.json, Ok(()));
         let done = model

@@ -85,19 +85,21 @@ pub struct Generation {
 }
 
 impl Generation {
-    /// The generation and its first call.
+    /// The generation and its first call. The prompt's first `cached` tokens are in the cache already
+    /// ([`super::CachedPrefix::common`]); 0 for a cache that holds nothing of it.
     ///
     /// # Errors
     /// [`Error::InvalidOption`] for a budget of 0, and everything [`options::start`] refuses.
     pub fn start(
         prompt: &[u32],
+        cached: usize,
         rules: impl Into<ModelRules>,
         options: &ScheduleOptions,
         geometry: &Geometry,
         stop: StopRules,
     ) -> Result<(Self, CallPlan)> {
         let stop = Stop::new(stop)?;
-        let (schedule, plan) = options::start(prompt, rules, options, geometry)?;
+        let (schedule, plan) = options::start(prompt, cached, rules, options, geometry)?;
         let sent = Some((plan.kind(), plan.rows().len()));
         Ok((Self { schedule, stop, counts: Counts::default(), finish: None, sent }, plan))
     }

@@ -23,6 +23,7 @@
 mod accept;
 mod autoregressive;
 mod block_diffusion;
+mod cached_prefix;
 pub mod generation;
 pub mod options;
 mod packed;
@@ -42,6 +43,7 @@ pub(crate) mod fake;
 #[cfg(test)]
 mod properties;
 
+pub use cached_prefix::CachedPrefix;
 pub use generation::{CallCount, Counts, Generation, PrefillCount, Progress};
 pub use options::{BlockOptions, ScheduleKind, ScheduleOptions, start};
 pub use segments::{block_rows, draft_rows, packed_rows, target_rows};

@@ -281,6 +281,8 @@ impl BlockOptions {
 
 /// Makes the schedule for one prompt: hands back the state machine and its first call.
 ///
+/// The prompt's first `cached` tokens are in the cache already ([`super::CachedPrefix::common`]); the last one never counts, and block
+/// diffusion takes no notice of them.
 /// `rules` is what the model can do ([`crate::model::program::Program::rules`]), or how it drafts, `None` if it cannot.
 ///
 /// # Errors
@@ -288,6 +290,7 @@ impl BlockOptions {
 /// of [`ScheduleOptions::resolve`].
 pub fn start(
     prompt: &[u32],
+    cached: usize,
     rules: impl Into<ModelRules>,
     options: &ScheduleOptions,
     geometry: &Geometry,
@@ -306,18 +309,20 @@ pub fn start(
         return invalid(format!("token {i} of the prompt is id {id}, but the vocabulary has {} entries", geometry.vocab_size));
     }
     Ok(match options.resolve(rules, geometry)? {
-        Resolved::Autoregressive { verify } => boxed(Prefill::start(prompt, Autoregressive::new(verify, geometry.context))),
+        Resolved::Autoregressive { verify } => {
+            boxed(Prefill::start(prompt, cached, Autoregressive::new(verify, geometry.context)))
+        }
         Resolved::Drafting { kind, rules, verify_width, draft_width } => {
             let drafter = Drafter { rules, width: draft_width };
             match kind {
                 ScheduleKind::Packed { anchors, .. } => {
-                    boxed(Prefill::start(prompt, Packed::new(drafter, anchors, verify_width, geometry.context)))
+                    boxed(Prefill::start(prompt, cached, Packed::new(drafter, anchors, verify_width, geometry.context)))
                 }
                 ScheduleKind::TwoCall { seed_row } => {
-                    boxed(Prefill::start(prompt, TwoCall::new(drafter, seed_row, verify_width, geometry.context)))
+                    boxed(Prefill::start(prompt, cached, TwoCall::new(drafter, seed_row, verify_width, geometry.context)))
                 }
                 ScheduleKind::Autoregressive | ScheduleKind::BlockDiffusion => {
-                    boxed(Prefill::start(prompt, Autoregressive::new(rules.verify, geometry.context)))
+                    boxed(Prefill::start(prompt, cached, Autoregressive::new(rules.verify, geometry.context)))
                 }
             }
         }
@@ -325,7 +330,7 @@ pub fn start(
             let reveal = Reveal { threshold, strict: rules.strict, steps };
             match rules.layout {
                 DiffusionLayout::Window => {
-                    boxed(Prefill::start(prompt, WindowDiffusion::new(block_length, reveal, geometry.context)))
+                    boxed(Prefill::start(prompt, 0, WindowDiffusion::new(block_length, reveal, geometry.context)))
                 }
                 _ => boxed(BlockDiffusion::start(prompt, rules, block_length, reveal, geometry.context)?),
             }

@@ -21,15 +21,16 @@ pub(super) trait Decoder {
 #[derive(Debug)]
 pub(super) struct Prefill<D> {
     prompt: Vec<u32>,
-    /// Prompt tokens in the calls handed out so far.
+    /// Prompt tokens in the cache or in the calls handed out so far.
     sent: usize,
     decoder: D,
 }
 
 impl<D: Decoder> Prefill<D> {
-    /// The schedule and its first plan. `prompt` is not empty.
-    pub fn start(prompt: &[u32], decoder: D) -> (Self, CallPlan) {
-        let mut prefill = Self { prompt: prompt.to_vec(), sent: 0, decoder };
+    /// The schedule and its first plan. `prompt` is not empty; its first `cached` tokens, not its last, are in the cache.
+    pub fn start(prompt: &[u32], cached: usize, decoder: D) -> (Self, CallPlan) {
+        let sent = cached.min(prompt.len().saturating_sub(1));
+        let mut prefill = Self { prompt: prompt.to_vec(), sent, decoder };
         let plan = prefill.chunk();
         (prefill, plan)
     }

@@ -104,7 +104,7 @@ impl Case {
         let rules = DraftRules { anchor: if shared { Anchor::Shared } else { self.rules.anchor }, ..self.rules };
         let mut fake = Fake::new(oracle.clone(), &self.prompt, Some(rules), Some(self.w), geometry);
         let (mut generation, plan) =
-            Generation::start(&self.prompt, Some(self.rules), &self.options(), &geometry, self.stop.clone())
+            Generation::start(&self.prompt, 0, Some(self.rules), &self.options(), &geometry, self.stop.clone())
                 .map_err(|e| e.to_string())?;
         let (mut tokens, mut sent, mut next) = (Vec::new(), Vec::new(), Some(plan));
         while let Some(plan) = next {
@@ -535,7 +535,7 @@ fn budgets_are_met_exactly_and_end_ids_cut_inside_accepted_runs() {
 fn a_generation_that_ended_refuses_to_go_on() {
     let case = Case::new(ADAPTER, ScheduleKind::PACKED, 4, 7).tokens(1);
     let (mut generation, plan) =
-        Generation::start(&case.prompt, Some(ADAPTER), &case.options(), &geometry(64), case.stop.clone()).unwrap();
+        Generation::start(&case.prompt, 0, Some(ADAPTER), &case.options(), &geometry(64), case.stop.clone()).unwrap();
     let mut fake = Fake::new(Scripted::new(1, Skill::Independent(0.5)), &case.prompt, Some(ADAPTER), Some(7), geometry(64));
     let output = fake.run(&plan).unwrap();
     let progress = generation.advance(&output).unwrap();
@@ -543,7 +543,7 @@ fn a_generation_that_ended_refuses_to_go_on() {
     assert_eq!(generation.advance(&output).unwrap_err().code(), "Internal");
 
     let (mut generation, _) =
-        Generation::start(&case.prompt, Some(ADAPTER), &case.options(), &geometry(64), StopRules::default()).unwrap();
+        Generation::start(&case.prompt, 0, Some(ADAPTER), &case.options(), &geometry(64), StopRules::default()).unwrap();
     generation.end(super::stop::FinishReason::Stop);
     assert_eq!(generation.finish_reason(), Some(FinishReason::Stop));
     assert!(generation.advance(&output).is_err());
@@ -556,7 +556,7 @@ fn a_scripted_model_runs_behind_the_trait() {
     let mut model = Fake::new(oracle.clone(), &case.prompt, Some(ADAPTER), Some(7), geometry(64));
     let size = model.geometry();
     let (mut generation, plan) =
-        Generation::start(&case.prompt, Some(ADAPTER), &case.options(), &size, case.stop.clone()).unwrap();
+        Generation::start(&case.prompt, 0, Some(ADAPTER), &case.options(), &size, case.stop.clone()).unwrap();
     let (mut text, mut next) = (Vec::new(), Some(plan));
     while let Some(plan) = next {
         let ticket = model.submit(&plan).unwrap();

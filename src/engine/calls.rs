@@ -1,8 +1,9 @@
-//! The backends behind one type.
+//! The backends behind one type, which also knows what the cache holds.
 
 use crate::cpu::CpuModel;
 #[cfg(not(target_arch = "wasm32"))]
 use crate::cpu::reference::Reference;
+use crate::decode::CachedPrefix;
 use crate::decode::plan::{CallPlan, Choice};
 use crate::decode::schedule::{Geometry, ModelCalls, Ticket};
 use crate::error::Result;
@@ -12,7 +13,15 @@ use crate::weights::WeightSink;
 use crate::weights::packed::PackedRows;
 
 /// A model on one of the backends.
-pub(super) enum Calls {
+pub(super) struct Calls {
+    /// What runs it.
+    pub(super) on: Runs,
+    /// What its cache holds, by the calls that went through here.
+    cached: CachedPrefix,
+}
+
+/// The backends.
+pub(super) enum Runs {
     /// WebGPU.
     Gpu(Box<GpuModel>),
     /// The fast CPU path.
@@ -26,44 +35,65 @@ pub(super) enum Calls {
 macro_rules! each {
     ($self:expr, $calls:ident => $body:expr) => {
         match $self {
-            Calls::Gpu($calls) => $body,
-            Calls::Cpu($calls) => $body,
+            Runs::Gpu($calls) => $body,
+            Runs::Cpu($calls) => $body,
             #[cfg(not(target_arch = "wasm32"))]
-            Calls::Reference($calls) => $body,
+            Runs::Reference($calls) => $body,
         }
     };
 }
 
+impl From<Runs> for Calls {
+    fn from(on: Runs) -> Self {
+        Self { on, cached: CachedPrefix::default() }
+    }
+}
+
+impl Calls {
+    /// How many of the prompt's first tokens the cache holds already.
+    pub(super) fn cached(&self, prompt: &[u32]) -> usize {
+        self.cached.common(prompt)
+    }
+}
+
 impl ModelCalls for Calls {
     fn geometry(&self) -> Geometry {
-        each!(self, calls => calls.geometry())
+        each!(&self.on, calls => calls.geometry())
     }
 
     fn submit(&mut self, plan: &CallPlan) -> Result<Ticket> {
-        each!(self, calls => calls.submit(plan))
+        let sent = each!(&mut self.on, calls => calls.submit(plan));
+        match sent {
+            Ok(_) => self.cached.note(plan),
+            Err(_) => self.cached.forget(),
+        }
+        sent
     }
 
     async fn answer(&mut self, ticket: Ticket) -> Result<Vec<Choice>> {
-        let answer = each!(self, calls => calls.answer(ticket).await);
+        let answer = each!(&mut self.on, calls => calls.answer(ticket).await);
         // The GPU's answers come as events; what the CPU computed is there at once, and nothing else would get its turn.
         #[cfg(target_arch = "wasm32")]
-        if !matches!(self, Calls::Gpu(_)) {
+        if !matches!(self.on, Runs::Gpu(_)) {
             super::page_turn::let_events_in().await;
+        }
+        if answer.is_err() {
+            self.cached.forget();
         }
         answer
     }
 
     async fn logits(&mut self) -> Result<Vec<Vec<f32>>> {
-        each!(self, calls => calls.logits().await)
+        each!(&mut self.on, calls => calls.logits().await)
     }
 }
 
 impl WeightSink for Calls {
     fn matrix(&mut self, id: MatrixId, rows: PackedRows) -> Result<()> {
-        each!(self, calls => calls.matrix(id, rows))
+        each!(&mut self.on, calls => calls.matrix(id, rows))
     }
 
     fn vector(&mut self, id: VectorId, values: Vec<f32>) -> Result<()> {
-        each!(self, calls => calls.vector(id, values))
+        each!(&mut self.on, calls => calls.vector(id, values))
     }
 }

@@ -2,8 +2,9 @@
 
 use web_time::Instant;
 
+use super::Model;
+use super::calls::Runs;
 use super::probe::causal_rows;
-use super::{Calls, Model};
 use crate::decode::plan::{CallKind, CallPlan, RowToken};
 use crate::decode::schedule::ModelCalls;
 use crate::decode::{ScheduleKind, ScheduleOptions};
@@ -75,7 +76,7 @@ impl Model {
     pub(super) async fn choose_default(&mut self) -> Result<Default> {
         let all = self.program.rules();
         let unmeasured = Default::unmeasured(&all);
-        let (Some(rules), Calls::Cpu(_)) = (all.draft, &self.calls) else {
+        let (Some(rules), Runs::Cpu(_)) = (all.draft, &self.calls.on) else {
             return Ok(unmeasured);
         };
         if all.diffusion.is_some_and(|diffusion| diffusion.only) {

@@ -52,6 +52,9 @@ pub struct Generate {
     pub ignore_eos: bool,
     /// Texts that end the answer and are no part of it.
     pub stop: Vec<String>,
+    /// Whether what the cache holds of the prompt's beginning (an earlier turn of a chat) is used again. The text is the
+    /// same either way, bit for bit; measuring a prompt's cost needs `false`.
+    pub reuse_cache: bool,
 }
 
 impl Generate {
@@ -70,6 +73,7 @@ impl Generate {
             steps: None,
             ignore_eos: false,
             stop: Vec::new(),
+            reuse_cache: true,
         }
     }
 }
@@ -140,6 +144,8 @@ pub struct Generated {
     pub schedule_reason: String,
     /// Tokens in the prompt.
     pub prompt_tokens: usize,
+    /// How many of them were in the cache already.
+    pub cached_tokens: usize,
     /// Calls and rows.
     pub counts: Counts,
     /// Where the time went.
@@ -177,7 +183,7 @@ impl Generated {
             "prompt_tokens": self.prompt_tokens,
             "calls": self.counts.calls(),
             "rows": self.counts.rows(),
-            "prefill": { "calls": self.counts.prefill.calls, "rows": self.counts.prefill.rows },
+            "prefill": { "calls": self.counts.prefill.calls, "rows": self.counts.prefill.rows, "cached": self.cached_tokens },
             "tokens_per_call": self.tokens_per_call(),
             "per_call": per_call,
             "timings_ms": {
@@ -232,7 +238,9 @@ impl Model {
         let schedule = options.resolve(self.program.rules(), &geometry)?.kind();
         let rules =
             StopRules { end_ids: self.end_ids.clone(), ignore_eos: request.ignore_eos, max_tokens: Some(request.max_tokens) };
-        let (mut generation, mut plan) = Generation::start(&prompt, self.program.rules(), &options, &geometry, rules)?;
+        let reuse = request.reuse_cache && schedule != ScheduleKind::BlockDiffusion;
+        let cached = if reuse { self.calls.cached(&prompt) } else { 0 };
+        let (mut generation, mut plan) = Generation::start(&prompt, cached, self.program.rules(), &options, &geometry, rules)?;
         let mut answer = Answer::new(self.tokenizer.as_ref(), &request.stop)?;
 
         loop {
@@ -285,6 +293,7 @@ impl Model {
             schedule,
             schedule_reason: reason,
             prompt_tokens: prompt.len(),
+            cached_tokens: cached,
             counts: generation.counts().clone(),
             timings,
         })

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::Model;
-use super::calls::Calls;
+use super::calls::{Calls, Runs};
 use crate::decode::options::Resolved;
 use crate::decode::schedule::ModelCalls;
 use crate::error::{Error, Result};
@@ -45,11 +45,11 @@ impl Facts {
         Self {
             weight_bytes: checkpoint.packed_bytes(),
             multiplied_weights: multiplied.filter(|m| m.role != Role::Lora).map(|m| (m.n * m.k) as u64).sum(),
-            backend: match calls {
-                Calls::Gpu(_) => "webgpu",
-                Calls::Cpu(_) => "cpu",
+            backend: match &calls.on {
+                Runs::Gpu(_) => "webgpu",
+                Runs::Cpu(_) => "cpu",
                 #[cfg(not(target_arch = "wasm32"))]
-                Calls::Reference(_) => "reference",
+                Runs::Reference(_) => "reference",
             },
             reason,
             context,
@@ -89,11 +89,11 @@ impl Model {
         });
         let formats: serde_json::Map<_, _> =
             self.facts.formats.iter().map(|(name, count)| (name.clone(), json!(count))).collect();
-        let (device, gpu_memory) = match &self.calls {
-            Calls::Gpu(gpu) => (device(gpu.gpu().info()), memory(gpu)),
-            Calls::Cpu(cpu) => (json!({ "name": cpu.describe() }), Value::Null),
+        let (device, gpu_memory) = match &self.calls.on {
+            Runs::Gpu(gpu) => (device(gpu.gpu().info()), memory(gpu)),
+            Runs::Cpu(cpu) => (json!({ "name": cpu.describe() }), Value::Null),
             #[cfg(not(target_arch = "wasm32"))]
-            Calls::Reference(_) => (json!({ "name": "CPU, f64" }), Value::Null),
+            Runs::Reference(_) => (json!({ "name": "CPU, f64" }), Value::Null),
         };
         json!({
             "model_type": arch.model_type,

@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
 
-use super::calls::Calls;
+use super::calls::{Calls, Runs};
 use super::info::Facts;
 use super::{Model, choose, preflight};
 #[cfg(not(target_arch = "wasm32"))]
@@ -264,8 +264,8 @@ impl Model {
         let (mut calls, reason) = open(options, &checkpoint, context, half_cache).await?;
         // Before a weight is fetched.
         let kv_bytes = if half_cache { 2 } else { 4 };
-        match &calls {
-            Calls::Gpu(model) => {
+        match &calls.on {
+            Runs::Gpu(model) => {
                 let limits = model.gpu().info().limits();
                 footprint(&checkpoint.program, checkpoint.formats(), context, kv_bytes, limits)?;
             }
@@ -277,7 +277,7 @@ impl Model {
         let streaming = load::stream_weights(sources, &checkpoint, &mut calls, &mut handed_over);
         teller.watching(Phase::Download, streaming).await?;
         warn(sources.warnings())?;
-        if let Calls::Gpu(gpu) = &mut calls {
+        if let Runs::Gpu(gpu) = &mut calls.on {
             gpu.ready().await?;
             let widths = usual_widths(&checkpoint, gpu);
             let mut stopped = Ok(());
@@ -322,16 +322,16 @@ pub(super) fn half_cache(checkpoint: &Checkpoint, precision: Precision) -> bool 
 /// The backend, still without weights, and why it was chosen.
 async fn open(options: &LoadOptions, checkpoint: &Checkpoint, context: u32, half_cache: bool) -> Result<(Calls, String)> {
     let program = || checkpoint.program.clone();
-    let cpu = || Calls::Cpu(Box::new(CpuModel::new(program(), CpuOptions { context, half_cache })));
+    let cpu = || Calls::from(Runs::Cpu(Box::new(CpuModel::new(program(), CpuOptions { context, half_cache }))));
     let on_gpu = |gpu: &Gpu| -> Result<Calls> {
         let precision = if half_cache { gpu::Precision::F16 } else { gpu::Precision::F32 };
         let options = ModelOptions { context, precision, checkpoint_is_f32: !half_cache };
-        Ok(Calls::Gpu(Box::new(GpuModel::new(gpu, program(), options)?)))
+        Ok(Runs::Gpu(Box::new(GpuModel::new(gpu, program(), options)?)).into())
     };
     let asked = "asked for".to_owned();
     match options.backend {
         #[cfg(not(target_arch = "wasm32"))]
-        Backend::Reference => Ok((Calls::Reference(Box::new(Reference::new(program(), context))), asked)),
+        Backend::Reference => Ok((Runs::Reference(Box::new(Reference::new(program(), context))).into(), asked)),
         #[cfg(target_arch = "wasm32")]
         Backend::Reference => Err(Error::Unsupported("the reference backend is native only; use webgpu or cpu".into())),
         Backend::Cpu => Ok((cpu(), asked)),

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 use web_time::Instant;
 
 use super::Model;
-use super::calls::Calls;
+use super::calls::Runs;
 use super::probe::{causal_call, causal_rows, run_plan};
 use crate::decode::draft_rows;
 use crate::decode::plan::{CallKind, CallPlan};
@@ -136,7 +136,7 @@ impl Model {
         for (name, plan) in plans {
             let ticket = self.calls.submit(&plan)?;
             self.calls.answer(ticket).await?;
-            let Calls::Gpu(gpu) = &self.calls else { return Ok(Value::Null) };
+            let Runs::Gpu(gpu) = &self.calls.on else { return Ok(Value::Null) };
             let counters = gpu.counters();
             work.insert(
                 name.into(),

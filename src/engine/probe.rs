@@ -1,7 +1,7 @@
 //! A loaded model without prompt, schedule or text: what tests and tools drive.
 
 use super::Model;
-use super::calls::Calls;
+use super::calls::Runs;
 use crate::decode::plan::{CallKind, CallPlan, Keep, Row, RowToken, Sees};
 use crate::decode::schedule::ModelCalls;
 use crate::error::{Error, Result};
@@ -57,17 +57,17 @@ impl Model {
             return Err(Error::InvalidOption(format!("there is no layer {layer}; the model has {}", self.layers())));
         }
         let wide = |values: Vec<f32>| values.into_iter().map(f64::from).collect();
-        Ok(match &self.calls {
-            Calls::Gpu(gpu) => {
+        Ok(match &self.calls.on {
+            Runs::Gpu(gpu) => {
                 let (keys, values) = gpu.cache(layer).await?;
                 LayerKeyValues { keys: wide(keys), values: wide(values) }
             }
-            Calls::Cpu(cpu) => {
+            Runs::Cpu(cpu) => {
                 let (keys, values) = cpu.cache(layer);
                 LayerKeyValues { keys: wide(keys), values: wide(values) }
             }
             #[cfg(not(target_arch = "wasm32"))]
-            Calls::Reference(reference) => {
+            Runs::Reference(reference) => {
                 let cache = reference.cache(layer);
                 LayerKeyValues { keys: cache.keys.to_vec(), values: cache.values.to_vec() }
             }
