@@ -723,7 +723,7 @@ fn accepting_what_the_target_did_not_choose_is_caught() {
 #[test]
 fn options_that_do_not_fit_are_refused_by_name() {
     let start = |rules: Option<DraftRules>, options: ScheduleOptions, geometry: &Geometry, prompt: &[u32]| match super::start(
-        prompt, rules, &options, geometry,
+        prompt, 0, rules, &options, geometry,
     ) {
         Ok(_) => panic!("{options:?} was taken"),
         Err(e) => (e.code(), e.to_string()),
