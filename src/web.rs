@@ -361,6 +361,8 @@ struct WebGenerate {
     ignore_eos: bool,
     stop: Vec<String>,
     cache_prompt: bool,
+    /// Further variables of the chat template.
+    template_variables: serde_json::Map<String, serde_json::Value>,
 }
 
 #[derive(Deserialize)]
@@ -376,7 +378,9 @@ impl From<WebGenerate> for Generate {
         Self {
             prompt: match request.prompt {
                 WebPrompt::Text(text) => Prompt::Text(text),
-                WebPrompt::Messages(messages) => Prompt::Chat(ChatRequest::new(messages)),
+                WebPrompt::Messages(messages) => {
+                    Prompt::Chat(ChatRequest { variables: request.template_variables, ..ChatRequest::new(messages) })
+                }
                 WebPrompt::Tokens(tokens) => Prompt::Tokens(tokens),
             },
             max_tokens: request.max_tokens,

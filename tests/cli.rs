@@ -401,6 +401,18 @@ fn folders_and_files_that_are_missing_or_broken() {
 }
 
 #[test]
+fn template_variables_reach_the_template() {
+    let copy = Copied::new(TIED);
+    std::fs::write(copy.path("chat_template.jinja"), "{{ raise_exception('thinking: ' ~ enable_thinking ~ tools[0].name) }}")
+        .unwrap();
+    let chat = format!("generate {} --chat", on_cpu(&copy.path("")));
+    let given = |json: &str| forecall(&chat, &["--prompt", "hi", "--template-variables", json]);
+    given(r#"{"enable_thinking": "deeply", "tools": [{"name": " with a spade"}]}"#).refused(&["thinking: deeply with a spade"]);
+    given("[1]").refused(&["--template-variables", "JSON object"]);
+    forecall(&format!("generate {} --tokens 1", model(TIED)), &["--template-variables", "{}"]).usage("--template-variables");
+}
+
+#[test]
 fn tensors_of_the_wrong_shape_or_type() {
     let (file, name) = ("model.safetensors", "model.layers.1.mlp.down_proj.weight");
     // Another shape of the same size, so that the file itself is in order.

@@ -123,6 +123,9 @@ mod native {
         /// Render the prompt as a user's message with the model's chat template
         #[arg(long, requires = "prompt", conflicts_with = "tokens")]
         chat: bool,
+        /// Further variables of the chat template, as a JSON object: {"enable_thinking": false, "tools": [...]}
+        #[arg(long, requires = "chat", conflicts_with = "tokens", value_name = "JSON")]
+        template_variables: Option<String>,
         /// Token ids to continue, as `1,2,3`; nothing is added to them
         #[arg(long, value_delimiter = ',', value_name = "IDS")]
         tokens: Option<Vec<u32>>,
@@ -311,11 +314,28 @@ mod native {
         model
     }
 
+    /// `--template-variables`.
+    fn template_variables(json: Option<&str>) -> Result<serde_json::Map<String, serde_json::Value>> {
+        json.map_or_else(
+            || Ok(serde_json::Map::new()),
+            |json| {
+                serde_json::from_str(json).map_err(|e| {
+                    Error::InvalidOption(format!(
+                        "--template-variables is no JSON object such as {{\"enable_thinking\": false}}: {e}"
+                    ))
+                })
+            },
+        )
+    }
+
     async fn generate(args: GenerateArgs) -> Result<()> {
         let mut model = load(&args.model).await?;
         let prompt = match (&args.tokens, &args.prompt) {
             (Some(tokens), _) => Prompt::Tokens(tokens.clone()),
-            (None, Some(text)) if args.chat => Prompt::Chat(ChatRequest::user(text)),
+            (None, Some(text)) if args.chat => Prompt::Chat(ChatRequest {
+                variables: template_variables(args.template_variables.as_deref())?,
+                ..ChatRequest::user(text)
+            }),
             (None, Some(text)) => Prompt::Text(text.clone()),
             (None, None) => return Err(Error::InvalidOption("give --prompt or --tokens".into())),
         };
