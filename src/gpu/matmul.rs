@@ -55,7 +55,7 @@ impl Tile {
     /// Rows whose partial sums are added up at a time, so that they take at most 8 KB of workgroup memory (16 where a
     /// single row needs it).
     fn pass_rows(self) -> u32 {
-        let fits = |p: &u32| self.rows % p == 0 && self.invocations() * p * self.outputs * 4 <= 8192;
+        let fits = |p: &u32| self.rows.is_multiple_of(*p) && self.invocations() * p * self.outputs * 4 <= 8192;
         (1..=self.rows).rev().find(fits).unwrap_or(1)
     }
 }

@@ -144,10 +144,10 @@ impl GpuModel {
         if options.context == 0 {
             return Err(Error::InvalidOption("a context of 0 positions holds no token; give at least 1".into()));
         }
-        if arch.head_dim == 0 || arch.head_dim > 256 || arch.head_dim % 2 != 0 {
+        if arch.head_dim == 0 || arch.head_dim > 256 || !arch.head_dim.is_multiple_of(2) {
             return Err(Error::Unsupported(format!("head_dim is {}; even sizes up to 256 are supported", arch.head_dim)));
         }
-        if arch.num_key_value_heads == 0 || arch.num_attention_heads % arch.num_key_value_heads != 0 {
+        if arch.num_key_value_heads == 0 || !arch.num_attention_heads.is_multiple_of(arch.num_key_value_heads) {
             return Err(Error::Unsupported(format!(
                 "{} attention heads do not divide into {} key heads",
                 arch.num_attention_heads, arch.num_key_value_heads

@@ -623,3 +623,11 @@ fn nemotrons_spellings_are_all_read() {
     }
     assert!(load("decoder.", "lm_head").unwrap_err().to_string().contains("`encoder.embed_tokens.weight`"), "control");
 }
+
+#[test]
+fn a_folder_source_says_what_it_was_given() {
+    let said = |path: PathBuf| FolderSource::new(path).unwrap_err().to_string();
+    assert!(said(golden("tiny-llama").join("config.json")).contains("a file; expected the folder"));
+    assert!(said(golden("nowhere")).contains("no such folder"));
+    assert!(FolderSource::new(golden("tiny-llama")).is_ok(), "control");
+}

@@ -47,7 +47,7 @@ fn whitespace() -> minijinja::machinery::WhitespaceConfig {
 pub(super) fn compile<'s>(name: &'s str, source: &'s str) -> Result<CompiledTemplate<'s>, Error> {
     check_nesting(name, source)?;
     let config = minijinja::machinery::TemplateConfig {
-        syntax_config: minijinja::syntax::SyntaxConfig::default(),
+        syntax_config: minijinja::syntax::SyntaxConfig,
         ws_config: whitespace(),
         default_auto_escape: Arc::new(|_| minijinja::AutoEscape::None),
     };
@@ -79,7 +79,7 @@ fn check_nesting(name: &str, source: &str) -> Result<(), Error> {
     if source.len() > MAX_SOURCE {
         return Err(syntax(format!("the template has {} bytes; expected at most {MAX_SOURCE}", source.len())));
     }
-    let mut tokens = Tokenizer::new(source, name, false, minijinja::syntax::SyntaxConfig::default(), whitespace());
+    let mut tokens = Tokenizer::new(source, name, false, minijinja::syntax::SyntaxConfig, whitespace());
     let mut tag = Tag::default();
     let (mut open, mut constants, mut starts) = (Vec::<usize>::new(), 0_u64, false);
     while let Some((token, _)) = tokens.next_token()? {
@@ -135,11 +135,7 @@ impl Tag {
                 self.levels.push((0, 0));
                 self.literal_bytes = self.literal_bytes.saturating_add(32);
             }
-            Token::BracketClose | Token::ParenClose | Token::BraceClose => {
-                if self.levels.len() > 1 {
-                    self.levels.pop();
-                }
-            }
+            Token::BracketClose | Token::ParenClose | Token::BraceClose => self.levels.truncate(self.levels.len().max(2) - 1),
             Token::Comma | Token::Colon => *top = (0, 0),
             Token::Assign => {
                 *top = (0, 0);
