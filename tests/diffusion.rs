@@ -98,7 +98,7 @@ fn follow(model: &mut Model, text: &Value, allowed: Allowed) -> Result<f32, Stri
     let geometry = calls.geometry();
     let stop = StopRules { max_tokens: Some(tokens.len()), ignore_eos: true, ..StopRules::default() };
     let (mut generation, mut plan) =
-        Generation::start(&prompt, rules, &options(text), &geometry, stop).map_err(|e| e.to_string())?;
+        Generation::start(&prompt, 0, rules, &options(text), &geometry, stop).map_err(|e| e.to_string())?;
     let mut recorded = text["calls"].as_array().unwrap().iter();
     let (mut got, mut worst, mut count) = (Vec::new(), 0f32, 0);
     loop {

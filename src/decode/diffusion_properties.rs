@@ -177,7 +177,7 @@ impl Case {
     fn run_tampered(&self, mut tamper: impl FnMut(&CallPlan) -> CallPlan) -> Result<Run, String> {
         let geometry = geometry(self.context);
         let mut model = Scripted { case: self, cache: Vec::new(), open: None, done: false };
-        let started = Generation::start(&self.prompt, rules(self.rules), &self.options(), &geometry, self.stop.clone());
+        let started = Generation::start(&self.prompt, 0, rules(self.rules), &self.options(), &geometry, self.stop.clone());
         let (mut generation, plan) = started.map_err(|e| e.to_string())?;
         let (mut tokens, mut plans, mut next) = (Vec::new(), Vec::new(), Some(plan));
         while let Some(plan) = next {
