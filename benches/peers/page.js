@@ -59,7 +59,7 @@ async function runWllama({ text, maxTokens, instance }) {
 
 async function runForecall({ ids, maxTokens, options }) {
   const start = performance.now();
-  const result = await forecall.generate({ tokens: ids }, { maxTokens, ignoreEos: true, ...options }).result;
+  const result = await forecall.generate({ tokens: ids }, { maxTokens, ignoreEos: true, cachePrompt: false, ...options }).result;
   const total = performance.now() - start;
   return {
     promptTokens: result.promptTokens,

@@ -142,7 +142,7 @@ export interface EngineResult {
   prompt_tokens: number;
   calls: number;
   rows: number;
-  prefill: { calls: number; rows: number };
+  prefill: { calls: number; rows: number; cached: number };
   tokens_per_call: number;
   per_call: { rows: number; drafted: number; accepted: number }[];
   timings_ms: { tokenize: number; first_token: number; prefill: number; decode: number; total: number };

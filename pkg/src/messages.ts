@@ -35,6 +35,8 @@ export interface GenerateRequest {
   steps: number | null;
   ignoreEos: boolean;
   stop: string[];
+  templateVariables: Record<string, unknown>;
+  cachePrompt: boolean;
 }
 
 /** Page to worker. `port` leads to the page's own `fetch`, where it has one. */

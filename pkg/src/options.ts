@@ -8,7 +8,7 @@ import type { FetchFunction, GenerateOptions, LoadOptions, Message, ModelSource,
 const LOAD_OPTIONS: ReadonlySet<string> = new Set<keyof LoadOptions>([
   'adapter', 'revision', 'hubUrl', 'quantize', 'store', 'onProgress', 'onWarning', 'signal', 'precision', 'contextLength', 'backend', 'headers', 'fetch', 'workerUrl', 'wasmUrl',
 ]);
-const GENERATE_OPTIONS: ReadonlySet<string> = new Set<keyof GenerateOptions>(['maxTokens', 'schedule', 'verifyWidth', 'draftWidth', 'anchors', 'blockLength', 'threshold', 'steps', 'ignoreEos', 'stop', 'signal']);
+const GENERATE_OPTIONS: ReadonlySet<string> = new Set<keyof GenerateOptions>(['maxTokens', 'schedule', 'verifyWidth', 'draftWidth', 'anchors', 'blockLength', 'threshold', 'steps', 'ignoreEos', 'stop', 'templateVariables', 'cachePrompt', 'signal']);
 const BACKENDS = ['auto', 'webgpu', 'cpu'] as const;
 const QUANTIZE = ['q4', 'q8'] as const;
 const PRECISIONS = ['auto', 'f16', 'f32'] as const;
@@ -152,7 +152,7 @@ function promptOf(prompt: Prompt): GenerateRequest['prompt'] {
     return {
       messages: prompt.map((message: Message, i) => {
         if (typeof message?.role !== 'string' || typeof message.content !== 'string') throw invalid('prompt', `message ${i} must have a \`role\` and a \`content\`, both strings.`);
-        return { role: message.role, content: message.content };
+        return plainData(`message ${i}`, message) as Message;
       }),
     };
   }
@@ -172,12 +172,29 @@ function stopTexts(stop: GenerateOptions['stop']): string[] {
   });
 }
 
+/** A copy of what goes to the chat template: only what JSON holds gets there. */
+function plainData(name: string, value: object): object {
+  try {
+    return JSON.parse(JSON.stringify(value)) as object;
+  } catch (cause) {
+    throw new ForecallError('InvalidOption', `${name} must be plain data, as JSON has it: ${cause instanceof Error ? cause.message : String(cause)}.`, { option: 'prompt' }, { cause });
+  }
+}
+
+function variablesOf(value: unknown): Record<string, unknown> {
+  if (value === undefined) return {};
+  if (typeof value !== 'object' || value === null || Array.isArray(value)) throw invalid('templateVariables', `\`templateVariables\` must be an object, got ${show(value)}.`);
+  return plainData('`templateVariables`', value) as Record<string, unknown>;
+}
+
 /** Checks the arguments of `generate`. */
 export function generateRequest(prompt: Prompt, options: GenerateOptions): { request: GenerateRequest; signal: AbortSignal | undefined } {
   refuseUnknown(options, GENERATE_OPTIONS, 'generate');
   const { maxTokens, schedule, verifyWidth, draftWidth, anchors, blockLength, threshold, steps, ignoreEos } = options;
   if (threshold !== undefined && !(typeof threshold === 'number' && threshold >= 0 && Number.isFinite(threshold))) throw invalid('threshold', `\`threshold\` must be a probability from 0 on, got ${show(threshold)}.`);
   if (ignoreEos !== undefined && typeof ignoreEos !== 'boolean') throw invalid('ignoreEos', `\`ignoreEos\` must be true or false, got ${show(ignoreEos)}.`);
+  const { cachePrompt } = options;
+  if (cachePrompt !== undefined && typeof cachePrompt !== 'boolean') throw invalid('cachePrompt', `\`cachePrompt\` must be true or false, got ${show(cachePrompt)}.`);
   return {
     request: {
       prompt: promptOf(prompt),
@@ -191,6 +208,8 @@ export function generateRequest(prompt: Prompt, options: GenerateOptions): { req
       steps: steps === undefined ? null : count('steps', steps),
       ignoreEos: ignoreEos ?? false,
       stop: stopTexts(options.stop),
+      templateVariables: variablesOf(options.templateVariables),
+      cachePrompt: cachePrompt ?? true,
     },
     signal: signalOf(options.signal),
   };

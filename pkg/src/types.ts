@@ -102,10 +102,14 @@ export interface LoadOptions {
   wasmUrl?: string | URL | undefined;
 }
 
-/** One message of a chat. Roles are those of the checkpoint's chat template. */
+/**
+ * One message of a chat. Roles, and fields beyond these two (`tool_calls`, `tool_call_id`, `reasoning_content`), are those
+ * of the checkpoint's chat template.
+ */
 export interface Message {
   role: string;
   content: string;
+  [field: string]: unknown;
 }
 
 /** A text to continue, a chat to answer (through the checkpoint's template), or token ids taken as they are. */
@@ -131,6 +135,13 @@ export interface GenerateOptions {
   steps?: number | undefined;
   /** Treat end-of-text ids as ordinary tokens. */
   ignoreEos?: boolean | undefined;
+  /** Further variables of the chat template, as plain data: `{ tools: [...], enable_thinking: false }`. */
+  templateVariables?: Record<string, unknown> | undefined;
+  /**
+   * Use what the cache still holds of the prompt's beginning, as in the next turn of a chat. Default `true`. The text is the
+   * same either way; measuring what a prompt costs needs `false`.
+   */
+  cachePrompt?: boolean | undefined;
   /** Texts that end the answer and are no part of it. */
   stop?: string | readonly string[] | undefined;
   /** Stops within the calls already submitted. */
@@ -180,8 +191,8 @@ export interface GenerateResult {
   drafted: number;
   /** Draft tokens accepted. */
   accepted: number;
-  /** The prompt's calls and rows. */
-  prefill: { calls: number; rows: number };
+  /** The prompt's calls and rows, and how many of its tokens were in the cache already. */
+  prefill: { calls: number; rows: number; cached: number };
   /** Tokens of the prompt. */
   promptTokens: number;
   /** The schedule that ran, and why that one. */

@@ -34,7 +34,7 @@ test('demo model: lavapipe, f16 and subgroups: every schedule, abort, again, dis
       const loaded = performance.now();
       const first = await model.generate({ tokens: ids }, { maxTokens: count }).result;
       const results = [];
-      for (const schedule of schedules) results.push(await model.generate({ tokens: ids }, { maxTokens: count, schedule }).result);
+      for (const schedule of schedules) results.push(await model.generate({ tokens: ids }, { maxTokens: count, schedule, cachePrompt: false }).result);
 
       const stop = new AbortController();
       let seen = 0;
@@ -82,20 +82,25 @@ test('demo model: a browser without a GPU takes the CPU, says so, and can be sto
   const { prompt_ids: ids, greedy_ids: greedy } = GREEDY[0];
   const page = await blankPage('flagless');
   const outcome = await page.evaluate(
-    async ({ source, ids, schedules, count }) => {
+    async ({ source, ids, message, schedules, count }) => {
       const { load } = await import('/pkg/dist/index.js');
       const model = await load(source, { contextLength: 512 });
       const results = [];
-      for (const schedule of schedules) results.push(await model.generate({ tokens: ids }, { maxTokens: count, schedule }).result);
+      for (const schedule of schedules) results.push(await model.generate({ tokens: ids }, { maxTokens: count, schedule, cachePrompt: false }).result);
       const stop = new AbortController();
       const error = await (async () => {
         for await (const part of model.generate({ tokens: ids }, { maxTokens: 400, ignoreEos: true, signal: stop.signal })) if (part.calls === 3) stop.abort();
       })().catch(({ code, partial }) => ({ code, calls: partial.calls }));
       const again = await model.generate({ tokens: ids }, { maxTokens: count }).result;
+      const chat = [{ role: 'user', content: message }];
+      const { text } = await model.generate(chat, { maxTokens: count }).result;
+      const turn = [...chat, { role: 'assistant', content: text }, { role: 'user', content: 'And then?' }];
+      const next = await model.generate(turn, { maxTokens: count }).result;
+      const anew = await model.generate(turn, { maxTokens: count, cachePrompt: false }).result;
       await model.dispose();
-      return { info: model.info, results, error, again };
+      return { info: model.info, results, error, again, next, anew };
     },
-    { source: DEMO, ids, schedules: SCHEDULES, count: TOKENS },
+    { source: DEMO, ids, message: GREEDY[0].message, schedules: SCHEDULES, count: TOKENS },
   );
   assert.equal(outcome.info.backend, 'cpu');
   assert.match(outcome.info.backendReason, /found no GPU/);
@@ -103,6 +108,10 @@ test('demo model: a browser without a GPU takes the CPU, says so, and can be sto
   assert.equal(outcome.error?.code, 'Aborted');
   assert.ok(outcome.error.calls <= 6, `stopped after ${outcome.error.calls} calls`);
   assert.deepEqual(outcome.again.tokens, greedy.slice(0, TOKENS));
+  const { next, anew } = outcome;
+  assert.ok(next.prefill.cached >= ids.length && next.prefill.rows <= next.promptTokens - next.prefill.cached + 20, `${next.prefill.cached} of ${next.promptTokens} tokens were not computed again`);
+  assert.equal(anew.prefill.cached, 0);
+  assert.deepEqual(next.tokens, anew.tokens, 'the next turn of a chat depends on what was in the cache');
   record('cpu-in-browser.json', Object.fromEntries(SCHEDULES.map((name, i) => [name, { calls: outcome.results[i].calls, prefillMs: outcome.results[i].timings.prefill, decodeMs: outcome.results[i].timings.decode }])));
 }, { seconds: 600 });
 
@@ -121,7 +130,7 @@ test('demo model: on the CPU, with a context of 2048, less than 300 MB of WebAss
         });
       const model = await load(source, { backend: 'cpu', contextLength: 2048, workerUrl: '/tests/browser/memory-worker.js' });
       const bytes = { loaded: await memory() };
-      for (const schedule of schedules) await model.generate({ tokens: prompt }, { maxTokens: 8, schedule }).result;
+      for (const schedule of schedules) await model.generate({ tokens: prompt }, { maxTokens: 8, schedule, cachePrompt: false }).result;
       bytes.generated = await memory();
       await model.dispose();
       return { bytes, info: model.info };

@@ -189,6 +189,8 @@ test('façade: options that are unknown or wrong are refused by name', async () 
       steps: model.generate('x', { steps: 1.5 }).result,
       stop: model.generate('x', { stop: ['', 'a'] }).result,
       ignoreEos: model.generate('x', { ignoreEos: 'yes' }).result,
+      cachePrompt: model.generate('x', { cachePrompt: 1 }).result,
+      templateVariables: model.generate('x', { templateVariables: ['tools'] }).result,
       signal: model.generate('x', { signal: {} }).result,
       prompt: model.generate([{ role: 'user' }]).result,
       dtype: load({ dtype: 'q4' }),

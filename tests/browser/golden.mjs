@@ -22,7 +22,7 @@ export async function runRequests(page, source, options, requests) {
       const { load } = await import('/pkg/dist/index.js');
       const model = await load(source, { backend: 'webgpu', ...options });
       const results = [];
-      for (const [prompt, request] of requests) results.push(await model.generate(prompt, request).result);
+      for (const [prompt, request] of requests) results.push(await model.generate(prompt, { cachePrompt: false, ...request }).result);
       await model.dispose();
       return { info: model.info, results };
     },

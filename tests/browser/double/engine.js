@@ -84,7 +84,7 @@ function modelOf(info, state) {
           prompt_tokens: 9,
           calls,
           rows: calls * rows,
-          prefill: { calls: 1, rows: 9 },
+          prefill: { calls: 1, rows: 9, cached: 0 },
           tokens_per_call: calls > 0 ? (tokens.length - 1) / calls : 0,
           per_call: perCall,
           timings_ms: { tokenize: 0, first_token: prefilled - started, prefill: prefilled - started, decode: performance.now() - prefilled, total: performance.now() - started },
