@@ -36,7 +36,8 @@ export interface Availability {
  * headers of its weights, but no weights. Does not reject for a model that cannot be had: `reason` says so.
  */
 export async function availability(source?: ModelSource, options: AvailabilityOptions = {}): Promise<Availability> {
-  const call = source === undefined ? null : loadRequest(source, options, 'availability');
+  const checked = loadRequest(source ?? 'any/model', options, 'availability');
+  const call = source === undefined ? null : checked;
   const device = await describeDevice();
   const wanted = options.backend ?? 'auto';
   const backend = backendOn(device, wanted);

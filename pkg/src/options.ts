@@ -43,7 +43,20 @@ function signalOf(value: unknown): AbortSignal | undefined {
 }
 
 function show(value: unknown): string {
-  return typeof value === 'string' ? `"${value}"` : String(value);
+  if (typeof value === 'string') return `"${value}"`;
+  try {
+    return String(value);
+  } catch {
+    return 'an object that cannot be shown'; // without a prototype, say
+  }
+}
+
+/**
+ * A text as every API of the web takes it: half of a surrogate pair is no character, and becomes U+FFFD. Texts that were cut
+ * by their length have such halves.
+ */
+function wellFormed(text: string): string {
+  return text.replace(/\p{Surrogate}/gu, '\ufffd');
 }
 
 /** Whether a source is an address; it is a repo id otherwise. */
@@ -54,6 +67,8 @@ export function locationOf(name: string, value: string | URL): string {
   if (typeof value === 'string' && !ADDRESS.test(value)) return value;
   const url = absolute(name, value);
   if (!/^https?:$/.test(url.protocol)) throw invalid(name, `${name} must be an http or https URL, got ${show(url.href)}.`);
+  // Browsers fetch no such address, and it would end up in messages and in the store.
+  if (url.username || url.password) throw invalid(name, `${name} must be a URL without user name and password: give them as \`headers\`.`);
   if (!url.pathname.endsWith('/')) url.pathname += '/';
   return url.href;
 }
@@ -102,6 +117,17 @@ function fileUrl(name: string, value: string | URL | undefined): string | null {
   }
 }
 
+/** Header names and values as `fetch` takes them, so that a wrong one is seen here and not as a server that cannot be reached. */
+function headersOf(value: unknown): Record<string, string> {
+  if (value === undefined) return {};
+  if (typeof value !== 'object' || value === null) throw invalid('headers', `\`headers\` must be an object of names and texts, got ${show(value)}.`);
+  try {
+    return Object.fromEntries(new Headers(value as HeadersInit));
+  } catch (cause) {
+    throw new ForecallError('InvalidOption', `\`headers\` must be an object of header names and texts: ${cause instanceof Error ? cause.message : String(cause)}.`, { option: 'headers' }, { cause });
+  }
+}
+
 function hubUrlOf(value: string | URL): string {
   const url = absolute('`hubUrl`', value);
   if (!/^https?:$/.test(url.protocol)) throw invalid('hubUrl', `\`hubUrl\` must be an http or https URL, got ${show(url.href)}.`);
@@ -125,7 +151,7 @@ export function loadRequest(source: ModelSource, options: LoadOptions, where: st
   for (const [name, value] of Object.entries({ fetch, onProgress: options.onProgress, onWarning: options.onWarning })) {
     if (value !== undefined && typeof value !== 'function') throw invalid(name, `\`${name}\` must be a function, got ${show(value)}.`);
   }
-  const hub = { revision: null, hubUrl: options.hubUrl === undefined ? null : hubUrlOf(options.hubUrl), headers: { ...headers } };
+  const hub = { revision: null, hubUrl: options.hubUrl === undefined ? null : hubUrlOf(options.hubUrl), headers: headersOf(headers) };
   const base = sourceOf('the source', source, 'config.json', hub);
   if (base.kind === 'remote') base.revision = revision ?? null;
   if (revision !== undefined && (base.kind === 'files' || ADDRESS.test(base.location))) throw invalid('revision', '`revision` is for repo ids: an address or a list of files has none.');
@@ -147,7 +173,7 @@ export function loadRequest(source: ModelSource, options: LoadOptions, where: st
 }
 
 function promptOf(prompt: Prompt): GenerateRequest['prompt'] {
-  if (typeof prompt === 'string') return { text: prompt };
+  if (typeof prompt === 'string') return { text: wellFormed(prompt) };
   if (Array.isArray(prompt)) {
     return {
       messages: prompt.map((message: Message, i) => {
@@ -158,16 +184,18 @@ function promptOf(prompt: Prompt): GenerateRequest['prompt'] {
   }
   const tokens = (prompt as { tokens?: unknown } | null)?.tokens;
   if (!Array.isArray(tokens)) throw invalid('prompt', `the prompt must be a string, a list of messages or {tokens: number[]}, got ${show(prompt)}.`);
-  tokens.forEach((id: unknown, i) => {
+  const ids: unknown[] = [...tokens]; // a copy without holes
+  ids.forEach((id, i) => {
     if (!Number.isSafeInteger(id) || (id as number) < 0 || (id as number) > 0xffff_ffff) throw invalid('prompt', `token ${i} must be an id from 0 on, got ${show(id)}.`);
   });
-  return { tokens: [...(tokens as number[])] };
+  return { tokens: ids as number[] };
 }
 
 function stopTexts(stop: GenerateOptions['stop']): string[] {
   const texts: unknown[] = stop === undefined ? [] : typeof stop === 'string' ? [stop] : Array.isArray(stop) ? [...stop] : [stop];
   return texts.map((text) => {
-    if (typeof text === 'string' && text !== '') return text;
+    if (typeof text === 'string' && text !== '' && text === wellFormed(text)) return text;
+    if (typeof text === 'string' && text !== '') throw invalid('stop', '`stop` must hold texts that can be generated; one has half of a surrogate pair.');
     throw invalid('stop', `\`stop\` must hold texts that are not empty, got ${show(text)}.`);
   });
 }
@@ -175,7 +203,7 @@ function stopTexts(stop: GenerateOptions['stop']): string[] {
 /** A copy of what goes to the chat template: only what JSON holds gets there. */
 function plainData(name: string, value: object): object {
   try {
-    return JSON.parse(JSON.stringify(value)) as object;
+    return JSON.parse(JSON.stringify(value), (_, held: unknown) => (typeof held === 'string' ? wellFormed(held) : held)) as object;
   } catch (cause) {
     throw new ForecallError('InvalidOption', `${name} must be plain data, as JSON has it: ${cause instanceof Error ? cause.message : String(cause)}.`, { option: 'prompt' }, { cause });
   }

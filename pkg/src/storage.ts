@@ -77,7 +77,12 @@ async function size(): Promise<number> {
  * Deletes what was stored of a source (repo id, address, or an item of {@link list}); all of it without one. Loaded models
  * go on. Answers how many were deleted; rejects with `Busy` while another load writes one of them.
  */
-async function remove(what?: string | URL | StoredModel): Promise<number> {
+async function remove(...given: [what?: string | URL | StoredModel]): Promise<number> {
+  const [what] = given;
+  // An item that was looked for and not found must not delete all of them.
+  if (given.length > 0 && !(typeof what === 'string' || what instanceof URL || typeof what?.id === 'string')) {
+    throw new ForecallError('InvalidOption', 'storage.delete takes a source or an item of storage.list(); without any argument it deletes everything.', { option: 'what' });
+  }
   const source = typeof what === 'string' || what instanceof URL ? withoutRevision(locationOf('the source', what)) : null;
   const wanted = (entry: StoredModel): boolean => what === undefined || (source === null ? entry.id === (what as StoredModel).id : entry.source === source);
   let deleted = 0;

@@ -93,7 +93,7 @@ export interface LoadOptions {
   /** Default `auto`. */
   backend?: Backend | undefined;
   /** HTTP headers for the files of checkpoint and adapter (`Authorization`, say). They go to the source's own origin only. */
-  headers?: Record<string, string> | undefined;
+  headers?: HeadersInit | undefined;
   /** Used in place of the browser's `fetch` for these files, on the page. */
   fetch?: FetchFunction | undefined;
   /** Address of this package's `dist/worker.js`, where a bundler does not find it by itself. */

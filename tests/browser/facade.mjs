@@ -177,7 +177,7 @@ test('façade: a lost device and a refused prompt are typed; the refused one lea
 });
 
 test('façade: options that are unknown or wrong are refused by name', async () => {
-  const outcomes = await inPage(async ({ load, caught }) => {
+  const outcomes = await inPage(async ({ load, caught, availability, storage }) => {
     const model = await load();
     const tries = {
       temperature: model.generate('x', { temperature: 0.5 }).result,
@@ -205,15 +205,54 @@ test('façade: options that are unknown or wrong are refused by name', async () 
       hubUrl: load({ hubUrl: 'ftp://example.org/' }),
       revision: load({ revision: 'main' }),
       'the adapter': load({ adapter: [] }),
+      headers: load({ headers: { 'no name': 'x' } }),
     };
+    // The same name again, for other values.
+    const more = {
+      'headers 1': load({ headers: 'Authorization: x' }),
+      'headers 2': load({ headers: { accept: 'x\ny' } }),
+      'the source 1': load({}, `${location.origin.replace('//', '//user:secret@')}/models/`),
+      'contextLength 1': load({ contextLength: Object.create(null) }),
+      'stop 1': model.generate('x', { stop: '\ud83d' }).result,
+      'prompt 1': model.generate({ tokens: [1, , 2] }).result,
+      'prompt 2': model.generate(Object.create(null)).result,
+      'dtype 1': availability(undefined, { dtype: 'q4' }),
+      'hubUrl 1': availability(undefined, { hubUrl: 'nonsense:' }),
+      'what 1': storage.delete(undefined),
+      'what 2': storage.delete(null),
+    };
+    for (const [name, attempt] of Object.entries(more)) tries[name] = attempt;
     const outcomes = {};
     for (const [name, attempt] of Object.entries(tries)) outcomes[name] = await caught(attempt);
     return outcomes;
   });
   for (const [name, outcome] of Object.entries(outcomes)) {
     expectError(outcome, 'InvalidOption', /./);
-    assert.equal(outcome.error.option, name);
+    assert.equal(outcome.error.option, name.replace(/ \d$/, ''));
+    assert.doesNotMatch(outcome.error.message, /secret/);
   }
+});
+
+test('façade: halves of surrogate pairs arrive as U+FFFD, and headers in every form', async () => {
+  const { sent, headers } = await inPage(async ({ load }) => {
+    const sent = [];
+    const post = Worker.prototype.postMessage;
+    Worker.prototype.postMessage = function (command, ...rest) {
+      if (command.type === 'generate' || command.type === 'load') sent.push(command.request);
+      return post.call(this, command, ...rest);
+    };
+    const forms = [{ 'X-One': 'a' }, [['X-One', 'a']], new Headers({ 'X-One': 'a' })];
+    const models = [];
+    for (const headers of forms) models.push(await load({ headers }));
+    const headers = sent.splice(0).map(({ source }) => source.headers);
+    await models[0].generate('a\ud83d', { maxTokens: 1 }).result;
+    await models[0].generate([{ role: 'user\udc0b', content: '\ud83d\udc0b\udc0b', name: ['\ud83d'] }], { maxTokens: 1, templateVariables: { a: '\ud83d!' } }).result;
+    return { sent, headers };
+  });
+  assert.deepEqual(headers, Array(3).fill({ 'x-one': 'a' }));
+  assert.deepEqual(sent[0].prompt, { text: 'a\ufffd' });
+  assert.deepEqual(sent[1].prompt, { messages: [{ role: 'user\ufffd', content: '🐋\ufffd', name: ['\ufffd'] }] });
+  assert.deepEqual(sent[1].templateVariables, { a: '\ufffd!' });
 });
 
 test('façade: loading can be stopped, and then asks for nothing more', async () => {
