@@ -13,6 +13,7 @@ const SCHEDULES = {
   'two-call-seed': ['Two-call, seeded', 'one call guesses and finds one sure token, the next checks'],
   anchored: ['Anchored', 'as packed, with guesses for two outcomes of the check'],
   autoregressive: ['Autoregressive', 'one token a call, nothing is guessed'],
+  'block-diffusion': ['Block diffusion', 'every call fills in more of a block of masks'],
 };
 const nameOf = (schedule) => SCHEDULES[schedule]?.[0] ?? schedule;
 /** How much of the download is announced to screen readers. */
@@ -32,7 +33,7 @@ const options = {
 };
 
 /** What `load` gets: a repo id, an address, or picked files. */
-let source = query.get('model') ?? DEMO_MODEL;
+let source = query.get('model')?.trim() || DEMO_MODEL;
 let found = null;
 let looking = null;
 let model = null;
@@ -47,13 +48,16 @@ const announce = (text) => {
   $('status').textContent = text;
 };
 
+/** A message as a sentence. One that begins with a file's name keeps it. */
+const sentence = (message) => message.replace(/^[a-z]+(?=[ ,])/, (word) => word.charAt(0).toUpperCase() + word.slice(1));
+
 /** A refusal as a person wants it: what happened, then what may help. */
 function showError(box, error, title) {
   box.replaceChildren();
   if (error) {
     const [head, body] = [document.createElement('strong'), document.createElement('span')];
     head.textContent = title;
-    body.textContent = error.message.charAt(0).toUpperCase() + error.message.slice(1);
+    body.textContent = sentence(error.message);
     box.append(head, body);
     record.errors.push({ code: error.code ?? error.name, message: error.message });
     showDiagnostics();
@@ -108,6 +112,15 @@ function showDevice({ device, backend, reason }) {
   ]);
 }
 
+/** A stretch of an address as people read it, where it can be. */
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
 /** What to call the model, where it is from, and whether somebody else than this server hears of it. */
 function placeOf(source) {
   if (typeof source !== 'string') {
@@ -118,7 +131,7 @@ function placeOf(source) {
   if (!URL.canParse(name)) return { name, from: options.hubUrl ? new URL(options.hubUrl).host : 'the Hugging Face hub', foreign: true };
   const url = new URL(name);
   const ours = url.origin === location.origin;
-  const folder = decodeURIComponent(url.pathname.split('/').at(-2) ?? '') || url.host;
+  const folder = decoded(url.pathname.split('/').at(-2) ?? '') || url.host;
   return { name: name === sourceName(DEMO_MODEL) ? DEMO_NAME : folder, from: ours ? 'this server' : url.host, foreign: !ours };
 }
 
@@ -165,7 +178,7 @@ async function look({ ask = false } = {}) {
     show($('ask'), quiet && found.backend !== null);
     if (found.download) showSize(from);
     if (!found.available && found.backend !== null) {
-      const title = found.download ? `This model does not fit this device${found.limit ? `: ${found.limit}` : ''}.` : 'The model cannot be found.';
+      const title = found.download ? `This model does not fit this device${found.limit ? `: ${found.limit}` : ''}.` : 'This model cannot be loaded.';
       showError(found.download ? $('unfit') : $('load-error'), { message: found.reason, code: found.download ? 'Unsupported' : 'Fetch' }, title);
     }
     $('load').disabled = !found.available;
@@ -173,13 +186,19 @@ async function look({ ask = false } = {}) {
     if (signal.aborted) return;
     $('model-size').textContent = '';
     showError($('load-error'), error, 'This model cannot be asked for.');
+    // What is wrong with a model or an option says nothing of the device.
+    if (!found) showDevice(await availability());
   }
   showDiagnostics();
 }
 
 /** Takes another model. */
 async function choose(other) {
-  loading?.abort();
+  if (loading) {
+    loading.abort();
+    endLoading();
+    show($('load-row'), true);
+  }
   if (model) await unload({ lookAgain: false });
   source = other;
   const quantize = $('quantize').value;
@@ -202,7 +221,7 @@ async function choose(other) {
 function warn({ code, message }) {
   record.warnings.push({ code, message });
   const line = document.createElement('p');
-  line.textContent = message.charAt(0).toUpperCase() + message.slice(1);
+  line.textContent = sentence(message);
   $('warnings').append(line);
   show($('warnings'), true);
 }
@@ -278,9 +297,17 @@ function progressView() {
   };
 }
 
+function endLoading() {
+  loading = null;
+  show($('loading'), false);
+  showDiagnostics();
+  showStored();
+}
+
 async function startLoading() {
   const focused = document.activeElement === $('load');
-  loading = new AbortController();
+  const mine = new AbortController();
+  loading = mine;
   const started = performance.now();
   $('model-size').textContent = $('model-size').textContent.replace(/ Nothing is .*$/, '');
   showError($('load-error'), null);
@@ -290,10 +317,16 @@ async function startLoading() {
   if (focused) $('load-cancel').focus();
   announce('Loading the model');
   try {
-    model = await load(source, { ...options, onProgress: progressView(), onWarning: warn, signal: loading.signal });
+    const tell = progressView();
+    const ifMine = (hear) => (what) => loading === mine && hear(what);
+    const loaded = await load(source, { ...options, onProgress: ifMine(tell), onWarning: ifMine(warn), signal: mine.signal });
+    if (loading !== mine) return void loaded.dispose();
+    model = loaded;
     record.loadMs = Math.round(performance.now() - started);
     showLoaded(performance.now() - started);
   } catch (error) {
+    // Another model was chosen while this one stopped.
+    if (loading !== mine) return;
     show($('load-row'), true);
     if (error.code === 'Aborted') {
       announce('Loading was cancelled');
@@ -301,10 +334,7 @@ async function startLoading() {
     } else showError($('load-error'), error, 'The model could not be loaded.');
     if (focused) $('load').focus();
   } finally {
-    loading = null;
-    show($('loading'), false);
-    showDiagnostics();
-    showStored();
+    if (loading === mine) endLoading();
   }
 }
 
@@ -318,14 +348,17 @@ function showLoaded(ms) {
     ['Runs on', `${info.backend === 'webgpu' ? 'WebGPU' : 'the CPU'}${info.subgroups ? ', with subgroups' : ''}`],
     ['Weights', (quantised.length > 0 ? quantised : stored).join('; ')],
     ['Arithmetic', info.precision === 'f16' ? '16-bit storage, 32-bit sums' : '32-bit'],
-    ['Guesses with', info.drafter ? (info.drafter.adapter ? 'a draft adapter' : 'the model itself') : 'nothing: one token a call'],
+    ['Guesses with', info.defaultSchedule === 'block-diffusion' ? 'the model itself' : info.drafter ? (info.drafter.adapter ? 'a draft adapter' : 'the model itself') : 'nothing: one token a call'],
     ['Context', `${info.contextLength} tokens`],
     ['Memory on it', bytes(memory)],
   ]);
   show($('loaded'), true);
   show($('file-facts'), false);
-  for (const option of $('schedule').options) option.disabled = info.drafter === null && option.value !== 'autoregressive';
-  for (const option of $('compare').options) option.disabled = info.drafter === null && option.value !== '' && option.value !== 'autoregressive';
+  // Such a model does nothing else. For all others that schedule is another text, so it is no choice here.
+  const diffuses = info.defaultSchedule === 'block-diffusion';
+  const runs = (schedule) => (diffuses || schedule === 'block-diffusion' ? diffuses && schedule === 'block-diffusion' : info.drafter !== null || schedule === 'autoregressive');
+  for (const option of $('schedule').options) option.disabled = !runs(option.value);
+  for (const option of $('compare').options) option.disabled = option.value !== '' && !runs(option.value);
   $('schedule').value = info.defaultSchedule;
   explainSchedule();
   if ($('compare').selectedOptions[0]?.disabled) $('compare').value = '';
@@ -336,7 +369,7 @@ function showLoaded(ms) {
 
 function explainSchedule() {
   const [name, meaning] = SCHEDULES[$('schedule').value];
-  $('schedule-meaning').textContent = `${name}: ${meaning}. The text is the same with every schedule.`;
+  $('schedule-meaning').textContent = `${name}: ${meaning}. ${$('schedule').value === 'block-diffusion' ? 'This model runs no other schedule.' : 'The text is the same with every schedule.'}`;
 }
 
 function setReady(ready) {
@@ -362,8 +395,10 @@ async function unload({ lookAgain = true } = {}) {
 
 async function runOne(panel, schedule, maxTokens, signal) {
   panel.start();
-  const messages = [{ role: 'user', content: $('prompt').value }];
-  const generation = model.generate(messages, { schedule, maxTokens, signal });
+  const text = $('prompt').value;
+  // A model that was not made for chats goes on with the text.
+  const prompt = model.info.chatTemplate ? [{ role: 'user', content: text }] : text;
+  const generation = model.generate(prompt, { schedule, maxTokens, signal });
   try {
     for await (const part of generation) panel.add(part);
     const result = await generation.result;
@@ -373,7 +408,7 @@ async function runOne(panel, schedule, maxTokens, signal) {
     return result;
   } catch (error) {
     if (error.partial) panel.finish(error.partial);
-    else panel.end('failed');
+    else panel.end(error.code === 'Aborted' ? 'stopped' : 'failed');
     throw error;
   }
 }
@@ -385,7 +420,10 @@ function showComparison([first, second], [a, b]) {
   const head = document.createElement('strong');
   head.textContent = `Texts identical: ${equal ? 'yes' : 'no'}`;
   const body = document.createElement('span');
-  body.textContent = `${nameOf(a)} took ${first.calls} model calls for ${first.tokens.length} tokens, ${nameOf(b)} ${second.calls}. On this device ${nameOf(speed >= 1 ? a : b)} was ${decimal(Math.max(speed, 1 / speed), 2)} times as fast.`;
+  const { length } = first.tokens;
+  body.textContent = `${nameOf(a)} took ${first.calls} model call${first.calls === 1 ? '' : 's'} for ${length} token${length === 1 ? '' : 's'}, ${nameOf(b)} ${second.calls}.`;
+  // Without calls after the prompt there is nothing to compare.
+  if (first.calls > 0 && second.calls > 0 && Number.isFinite(speed) && speed > 0) body.textContent += ` On this device ${nameOf(speed >= 1 ? a : b)} was ${decimal(Math.max(speed, 1 / speed), 2)} times as fast.`;
   verdict.replaceChildren(head, body);
   verdict.dataset.equal = equal ? 'yes' : 'no';
   show(verdict, true);
@@ -404,7 +442,7 @@ async function generate() {
   show($('answers'), true);
   $('panels').replaceChildren();
   const panels = schedules.map((schedule) => new Panel($('panels'), nameOf(schedule), maxTokens));
-  show($('legend'), schedules.some((schedule) => schedule !== 'autoregressive'));
+  show($('legend'), schedules.some((schedule) => schedule !== 'autoregressive' && schedule !== 'block-diffusion'));
   announce('Generating');
   try {
     const results = [];

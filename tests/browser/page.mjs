@@ -310,3 +310,90 @@ for (const [name, options] of Object.entries({ desktop: DESKTOP, phone: PHONE, '
     assert.deepEqual(page.errors, []);
   });
 }
+
+test('page: a model without a chat template goes on with the text; one that only diffuses blocks has no other schedule', async () => {
+  // The real engine.
+  const page = await newPage('stock', PHONE);
+  await page.goto(`${await site()}?backend=cpu&model=/tests/golden/tiny-sdar-trained/`);
+  await loadModel(page);
+  assert.equal(await page.inputValue('#schedule'), 'block-diffusion');
+  assert.match(await page.textContent('#schedule-meaning'), /runs no other schedule/);
+  const enabled = (id) => page.$$eval(`#${id} option:not(:disabled)`, (options) => options.map(({ value }) => value));
+  assert.deepEqual([await enabled('schedule'), await enabled('compare')], [['block-diffusion'], ['', 'block-diffusion']]);
+  await page.click('#generate');
+  await page.waitForFunction(() => /finished|limit/.test(document.querySelector('.panel h3')?.textContent ?? ''));
+  assert.ok((await page.textContent('.panel .text')).length > 5);
+  assert.equal(await page.isVisible('#load-error'), false);
+  await expectAccessible(page, 'block diffusion');
+  assert.deepEqual(page.errors, []);
+
+  const plain = await openPage();
+  await loadModel(plain);
+  assert.ok(!(await plain.$$eval('#schedule option:not(:disabled)', (options) => options.map(({ value }) => value))).includes('block-diffusion'));
+});
+
+test('page: one token each is no race; unloading in the middle is no failure', async () => {
+  const page = await openPage();
+  await loadModel(page);
+  await page.selectOption('#compare', 'autoregressive');
+  await page.fill('#max-tokens', '1');
+  await page.click('#generate');
+  await page.waitForSelector('#verdict:not([hidden])');
+  assert.match(await page.textContent('#verdict'), /identical: yesPacked took 0 model calls for 1 token, Autoregressive 0\.$/);
+  await page.fill('#max-tokens', '96');
+  await page.click('#generate');
+  await page.waitForFunction(() => document.querySelector('.panel .text')?.textContent.length > 20);
+  await page.click('#unload');
+  await ready(page);
+  assert.deepEqual(await page.$$eval('.panel .state', (states) => states.map((state) => state.textContent)), ['stopped', 'not started']);
+  assert.equal(await page.isVisible('#generate-error'), false);
+  assert.deepEqual(page.errors, []);
+});
+
+test('page: another model is chosen and loaded while the first one is slow to stop', async () => {
+  const page = await openPage({}, { query: '?backend=webgpu&model=/tests/golden/tiny-llama-tied/' });
+  await ready(page);
+  // A worker that is deaf to `stop`, as one in the middle of a long computation is.
+  const held = [];
+  await page.route('**/tiny-llama-tied/model.safetensors', (route) => held.push(route));
+  await page.evaluate(() => {
+    const post = Worker.prototype.postMessage;
+    Worker.prototype.postMessage = function (command, ...rest) {
+      if (command.type !== 'stop') return post.call(this, command, ...rest);
+    };
+  });
+  await page.click('#load');
+  await page.waitForSelector('#loading:not([hidden])');
+  await page.click('#another summary');
+  await page.fill('#source', '/tests/golden/tiny-llama/');
+  await page.click('#choose');
+  await page.waitForFunction(() => document.getElementById('model-name').textContent === 'tiny-llama');
+  await loadModel(page);
+  await page.waitForTimeout(2300); // the first load is given up meanwhile
+  assert.equal(await page.textContent('#model-name'), 'tiny-llama');
+  assert.match(await page.textContent('#model-size'), /Ready in/);
+  assert.deepEqual([await page.isVisible('#load-row'), await page.isVisible('#loading'), await page.isEnabled('#generate')], [false, false, true]);
+  assert.deepEqual(page.errors, []);
+  for (const route of held) await route.abort().catch(() => {});
+});
+
+test('page: nonsense in its address is said, and the device is told all the same', async () => {
+  for (const [query, about] of [
+    ['?backend=abacus', /`backend` must be one of/],
+    ['?backend=cpu&context=lots', /`contextLength` must be a whole number/],
+    ['?model=javascript:alert(1)', /The source must be an http or https URL/],
+    ['?model=owner/name&hub=nonsense:', /`hubUrl` must be an http or https URL/],
+    ['?model=/%25E0%25A4%25A/', /^This model cannot be loaded\./],
+  ]) {
+    const page = await openPage(PHONE, { query });
+    await page.waitForSelector('#load-error:not([hidden])');
+    assert.match(await page.textContent('#load-error'), about);
+    await page.waitForFunction(() => /^(Runs on|No GPU)/.test(document.getElementById('device-verdict').textContent));
+    assert.equal(await page.isDisabled('#load'), true, query);
+    await expectAccessible(page, query);
+    assert.deepEqual(page.errors, []);
+  }
+  const empty = await openPage({}, { query: '?model=&backend=webgpu' });
+  await ready(empty);
+  assert.match(await empty.textContent('#model-name'), /SmolLM2/);
+});
