@@ -188,7 +188,9 @@ pub async fn load_checkpoint<S: ByteSource>(
     let base = &mut sources.base;
     let config = read_small(base, "config.json", MAX_JSON_BYTES).await?;
     let config = config.ok_or_else(|| {
-        let missing = || Error::Fetch("the checkpoint has no config.json; give the folder that holds it, or pick that folder's files".into());
+        let missing = || {
+            Error::Fetch("the checkpoint has no config.json; give the folder that holds it, or pick that folder's files".into())
+        };
         base.why_absent("config.json").unwrap_or_else(missing)
     })?;
     let mut files = SideFiles { config, ..SideFiles::default() };
