@@ -178,7 +178,7 @@ function promptOf(prompt: Prompt): GenerateRequest['prompt'] {
     return {
       messages: prompt.map((message: Message, i) => {
         if (typeof message?.role !== 'string' || typeof message.content !== 'string') throw invalid('prompt', `message ${i} must have a \`role\` and a \`content\`, both strings.`);
-        return plainData(`message ${i}`, message) as Message;
+        return plainData(`message ${i}`, message, 'prompt') as Message;
       }),
     };
   }
@@ -201,18 +201,25 @@ function stopTexts(stop: GenerateOptions['stop']): string[] {
 }
 
 /** A copy of what goes to the chat template: only what JSON holds gets there. */
-function plainData(name: string, value: object): object {
+function plainData(name: string, value: object, option: string): unknown {
   try {
-    return JSON.parse(JSON.stringify(value), (_, held: unknown) => (typeof held === 'string' ? wellFormed(held) : held)) as object;
+    return JSON.parse(JSON.stringify(value), (_, held: unknown) => (typeof held === 'string' ? wellFormed(held) : held)) as unknown;
   } catch (cause) {
-    throw new ForecallError('InvalidOption', `${name} must be plain data, as JSON has it: ${cause instanceof Error ? cause.message : String(cause)}.`, { option: 'prompt' }, { cause });
+    throw new ForecallError('InvalidOption', `${name} must be plain data, as JSON has it: ${cause instanceof Error ? cause.message : String(cause)}.`, { option }, { cause });
   }
 }
 
-function variablesOf(value: unknown): Record<string, unknown> {
+/** What every template is given by others. */
+const OWN_VARIABLES = ['messages', 'add_generation_prompt'];
+
+function variablesOf(value: unknown, chat: boolean): Record<string, unknown> {
   if (value === undefined) return {};
-  if (typeof value !== 'object' || value === null || Array.isArray(value)) throw invalid('templateVariables', `\`templateVariables\` must be an object, got ${show(value)}.`);
-  return plainData('`templateVariables`', value) as Record<string, unknown>;
+  const plain = typeof value === 'object' && value !== null ? plainData('`templateVariables`', value, 'templateVariables') : null;
+  if (typeof plain !== 'object' || plain === null || Array.isArray(plain)) throw invalid('templateVariables', `\`templateVariables\` must be an object, got ${show(value)}.`);
+  if (!chat) throw invalid('templateVariables', '`templateVariables` are for prompts of messages: a text or tokens go through no chat template.');
+  const own = OWN_VARIABLES.find((name) => Object.hasOwn(plain, name));
+  if (own !== undefined) throw invalid('templateVariables', `\`templateVariables\` must not hold \`${own}\`: it comes from the prompt.`);
+  return plain as Record<string, unknown>;
 }
 
 /** Checks the arguments of `generate`. */
@@ -223,9 +230,10 @@ export function generateRequest(prompt: Prompt, options: GenerateOptions): { req
   if (ignoreEos !== undefined && typeof ignoreEos !== 'boolean') throw invalid('ignoreEos', `\`ignoreEos\` must be true or false, got ${show(ignoreEos)}.`);
   const { cachePrompt } = options;
   if (cachePrompt !== undefined && typeof cachePrompt !== 'boolean') throw invalid('cachePrompt', `\`cachePrompt\` must be true or false, got ${show(cachePrompt)}.`);
+  const asked = promptOf(prompt);
   return {
     request: {
-      prompt: promptOf(prompt),
+      prompt: asked,
       maxTokens: maxTokens === undefined ? DEFAULT_MAX_TOKENS : count('maxTokens', maxTokens),
       schedule: schedule === undefined ? null : oneOf('schedule', schedule, SCHEDULES),
       verifyWidth: verifyWidth === undefined ? null : count('verifyWidth', verifyWidth),
@@ -236,7 +244,7 @@ export function generateRequest(prompt: Prompt, options: GenerateOptions): { req
       steps: steps === undefined ? null : count('steps', steps),
       ignoreEos: ignoreEos ?? false,
       stop: stopTexts(options.stop),
-      templateVariables: variablesOf(options.templateVariables),
+      templateVariables: variablesOf(options.templateVariables, 'messages' in asked),
       cachePrompt: cachePrompt ?? true,
     },
     signal: signalOf(options.signal),
