@@ -87,7 +87,7 @@ function showDiagnostics() {
 
 // ---- The device and the model's size -------------------------------------------------------------------------------
 
-function showDevice({ device, backend, reason }) {
+function showDevice({ device, backend, available, reason }) {
   const verdict = $('device-verdict');
   if (backend === null) {
     verdict.textContent = 'No GPU for this page';
@@ -97,7 +97,9 @@ function showDevice({ device, backend, reason }) {
   }
   verdict.textContent = backend === 'webgpu' ? 'Runs on your GPU' : 'Runs on your CPU, slower than on a GPU';
   verdict.dataset.state = backend === 'webgpu' ? 'good' : 'fair';
-  $('device-reason').textContent = backend === 'cpu' && reason ? reason : '';
+  // What is wrong with a model is said beside the model.
+  const why = available ? reason : device.reason;
+  $('device-reason').textContent = backend === 'cpu' && options.backend !== 'cpu' && why ? why : '';
   show($('device-reason'), $('device-reason').textContent !== '');
   const { adapter, limits } = device;
   const name = adapter && (adapter.description || [adapter.vendor, adapter.architecture].filter(Boolean).join(' '));

@@ -17,17 +17,33 @@ const SVG = 'http://www.w3.org/2000/svg';
 /** Height of the strip, in tokens. Rarer, taller bars stand out of it. */
 const STRIP_HEIGHT = 7;
 
-/** One bar per model call, as high as the tokens it yielded: equal texts have equal areas, and fewer calls are narrower. */
+/** Width of the strip, in calls, while the answer is short. */
+const STRIP_WIDTH = 64;
+
+/**
+ * One bar per model call, as high as the tokens it yielded: equal texts have equal areas, and fewer calls are narrower. The
+ * width goes by the tokens, so that equal texts are drawn to the same scale, and doubles when they need it.
+ */
 class Strip {
   constructor(maxTokens) {
+    this.maxTokens = maxTokens;
+    this.tokens = 0;
     this.root = document.createElementNS(SVG, 'svg');
     this.root.setAttribute('class', 'strip');
-    this.root.setAttribute('viewBox', `0 0 ${maxTokens} ${STRIP_HEIGHT}`);
+    this.fit();
     this.root.setAttribute('preserveAspectRatio', 'none');
     this.root.setAttribute('aria-hidden', 'true'); // the counts say the same
   }
 
+  fit() {
+    let width = STRIP_WIDTH;
+    while (width < this.tokens) width *= 2;
+    this.root.setAttribute('viewBox', `0 0 ${Math.min(width, this.maxTokens)} ${STRIP_HEIGHT}`);
+  }
+
   add(call, tokens, accepted) {
+    this.tokens += tokens;
+    this.fit();
     const bar = (from, height, name) => {
       if (height <= 0) return;
       const rect = document.createElementNS(SVG, 'rect');

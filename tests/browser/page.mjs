@@ -347,6 +347,15 @@ test('page: one token each is no race; unloading in the middle is no failure', a
   await ready(page);
   assert.deepEqual(await page.$$eval('.panel .state', (states) => states.map((state) => state.textContent)), ['stopped', 'not started']);
   assert.equal(await page.isVisible('#generate-error'), false);
+
+  // A short answer under a high limit still has bars that can be seen, and both answers have the same scale.
+  await loadModel(page);
+  await page.fill('#max-tokens', '2048');
+  await page.click('#generate');
+  await page.waitForSelector('#verdict:not([hidden])');
+  const strips = await page.$$eval('.strip', (strips) => strips.map((strip) => ({ box: strip.getAttribute('viewBox'), used: strip.getBBox().width / strip.viewBox.baseVal.width })));
+  assert.equal(strips[0].box, strips[1].box);
+  for (const { used } of strips) assert.ok(used > 0.2 && used <= 1, JSON.stringify(strips));
   assert.deepEqual(page.errors, []);
 });
 
@@ -390,6 +399,7 @@ test('page: nonsense in its address is said, and the device is told all the same
     assert.match(await page.textContent('#load-error'), about);
     await page.waitForFunction(() => /^(Runs on|No GPU)/.test(document.getElementById('device-verdict').textContent));
     assert.equal(await page.isDisabled('#load'), true, query);
+    assert.doesNotMatch((await page.textContent('#device-reason')) ?? '', /URL|safetensors|`/, query);
     await expectAccessible(page, query);
     assert.deepEqual(page.errors, []);
   }
