@@ -395,12 +395,12 @@ async function unload({ lookAgain = true } = {}) {
 
 // ---- Generating ----------------------------------------------------------------------------------------------------
 
-async function runOne(panel, schedule, maxTokens, signal) {
+async function runOne(panel, schedule, maxTokens, cachePrompt, signal) {
   panel.start();
   const text = $('prompt').value;
   // A model that was not made for chats goes on with the text.
   const prompt = model.info.chatTemplate ? [{ role: 'user', content: text }] : text;
-  const generation = model.generate(prompt, { schedule, maxTokens, signal });
+  const generation = model.generate(prompt, { schedule, maxTokens, cachePrompt, signal });
   try {
     for await (const part of generation) panel.add(part);
     const result = await generation.result;
@@ -448,7 +448,9 @@ async function generate() {
   announce('Generating');
   try {
     const results = [];
-    for (const [i, schedule] of schedules.entries()) results.push(await runOne(panels[i], schedule, maxTokens, running.signal));
+    // The second answer must not find the prompt computed by the first.
+    const alone = schedules.length === 1;
+    for (const [i, schedule] of schedules.entries()) results.push(await runOne(panels[i], schedule, maxTokens, alone, running.signal));
     const [{ tokens, timings }] = results;
     let summary = `Done: ${tokens.length} tokens in ${duration(timings.total)}.`;
     if (results.length === 2) summary += ` Texts identical: ${showComparison(results, schedules) ? 'yes' : 'no'}.`;

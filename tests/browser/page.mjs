@@ -351,8 +351,17 @@ test('page: one token each is no race; unloading in the middle is no failure', a
   // A short answer under a high limit still has bars that can be seen, and both answers have the same scale.
   await loadModel(page);
   await page.fill('#max-tokens', '2048');
+  await page.evaluate(() => {
+    globalThis.cached = [];
+    const post = Worker.prototype.postMessage;
+    Worker.prototype.postMessage = function (command, ...rest) {
+      if (command.type === 'generate') globalThis.cached.push(command.request.cachePrompt);
+      return post.call(this, command, ...rest);
+    };
+  });
   await page.click('#generate');
   await page.waitForSelector('#verdict:not([hidden])');
+  assert.deepEqual(await page.evaluate(() => globalThis.cached), [false, false], 'both compute the prompt');
   const strips = await page.$$eval('.strip', (strips) => strips.map((strip) => ({ box: strip.getAttribute('viewBox'), used: strip.getBBox().width / strip.viewBox.baseVal.width })));
   assert.equal(strips[0].box, strips[1].box);
   for (const { used } of strips) assert.ok(used > 0.2 && used <= 1, JSON.stringify(strips));
