@@ -176,8 +176,8 @@ impl BlobStore for JsStore {
         let _ = JsStore::remove(self, name).await;
     }
 
-    async fn lock(&self, entry: &str) -> bool {
-        JsStore::lock(self, entry).await.is_ok_and(|locked| locked.is_truthy())
+    async fn lock(&self, entry: &str) -> std::result::Result<bool, StoreFailure> {
+        Ok(JsStore::lock(self, entry).await.is_ok_and(|locked| locked.is_truthy()))
     }
 }
 

@@ -147,6 +147,24 @@ fn stdout_is_the_text_and_nothing_else() {
 }
 
 #[test]
+fn a_reader_that_goes_away_ends_the_work() {
+    use std::io::Read;
+    let line = format!("generate {} --prompt e --ignore-eos --schedule autoregressive", model("tiny-nemotron-trained"));
+    let mut child = Command::new(env!("CARGO_BIN_EXE_forecall"))
+        .args(line.split_whitespace())
+        .args(["--max-tokens", "1000000"])
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    child.stdout.take().unwrap().read_exact(&mut [0]).unwrap();
+    let mut stderr = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
+    assert!(child.wait().unwrap().success(), "{stderr}");
+    assert!(!stderr.contains("tokens"), "no summary of a whole text: {stderr}");
+}
+
+#[test]
 fn json_has_every_field_and_exactly_n_tokens() {
     for schedule in ["autoregressive", "two-call", "two-call-seed", "packed", "anchored", "quadratic", "quadratic-shared"] {
         for count in [1, 2, 7, 33] {
@@ -370,10 +388,14 @@ fn requests_that_do_not_fit() {
 #[test]
 fn folders_and_files_that_are_missing_or_broken() {
     forecall("generate --model /no/such/folder --backend cpu --tokens 1", &[]).refused(&["/no/such/folder"]);
+    // What is wrong with any model is said before one is looked for.
+    forecall("generate --model /no/such/folder --tokens 1 --schedule pakced", &[]).refused(&["pakced", "autoregressive"]);
+    forecall("generate --model /no/such/folder --chat --prompt a --template-variables 1", &[]).refused(&["--template-variables"]);
+    forecall(&format!("generate {} --tokens 1", model(TIED)), &["--store", ""]).refused(&["--store"]);
     for file in ["config.json", "model.safetensors"] {
         let copy = Copied::new(TIED);
         std::fs::remove_file(copy.path(file)).unwrap();
-        copy.generate().refused(&[file]);
+        copy.generate().refused(&[file, &copy.path("").display().to_string().trim_end_matches('/')]);
         std::fs::write(copy.path(file), "").unwrap();
         copy.generate().refused(&[file]);
         std::fs::write(copy.path(file), "{\"a\": ").unwrap();
@@ -422,6 +444,11 @@ fn tensors_of_the_wrong_shape_or_type() {
     copy.edit(file, name, |entry| entry["dtype"] = "I32".into()).generate().refused(&[name, "I32"]);
     let copy = Copied::new(TIED);
     copy.edit(file, name, |entry| entry["dtype"] = "F99".into()).generate().refused(&["F99"]);
+    // What a file says is shown in bearable length, and no terminal obeys it.
+    let copy = Copied::new(TIED);
+    let done = copy.edit(file, name, |entry| entry["dtype"] = format!("\u{1b}[31m{}", "x".repeat(100_000)).into()).generate();
+    done.refused(&["[31mxxx"]);
+    assert!(done.stderr.len() < 2000 && !done.stderr.contains('\u{1b}'), "{} bytes", done.stderr.len());
     let copy = Copied::new(TIED);
     copy.edit(file, name, |entry| entry["data_offsets"] = serde_json::json!([0, 1u64 << 40])).generate().refused(&[file]);
     // Quantised: scales of another shape.

@@ -593,17 +593,19 @@ fn torn_blobs_are_seen_and_made_again() {
     }
     for file in store.files() {
         let whole = std::fs::read(&file).unwrap();
-        for spoil in [0, 1, 2] {
+        for spoil in [0, 1, 2, 3] {
             let mut torn = whole.clone();
             match spoil {
                 0 => torn.truncate(whole.len() / 2),
                 1 => torn.clear(),
+                // Still a manifest, with other sizes.
+                3 => torn = String::from_utf8_lossy(&whole).replace("\"size\": ", "\"size\": 1").into_bytes(),
                 _ => {
                     let middle = whole.len() / 2;
                     torn[middle..].fill(0);
                 }
             }
-            if torn == whole {
+            if torn == whole || (spoil == 3 && name_of(&file) != "manifest.json") {
                 continue;
             }
             std::fs::write(&file, &torn).unwrap();
@@ -651,8 +653,8 @@ impl BlobStore for Limited {
         self.blobs.borrow_mut().retain(|known, _| if name.ends_with('/') { !known.starts_with(name) } else { known != name });
     }
 
-    async fn lock(&self, _: &str) -> bool {
-        true
+    async fn lock(&self, _: &str) -> Result<bool, StoreFailure> {
+        Ok(true)
     }
 }
 
@@ -683,6 +685,27 @@ fn a_store_that_is_full_costs_a_warning_and_no_more() {
     server.forget();
     assert_eq!(with(&store, None).logits, *EXPECTED);
     assert!(server.sent() < 1 << 20);
+}
+
+#[test]
+fn a_store_that_cannot_be_written_to_is_no_store_in_use() {
+    let (scratch, server) = (Scratch::new(), server(&BIG));
+    // In the folder's place is a file.
+    let file = scratch.0.join("file");
+    std::fs::write(&file, "").unwrap();
+    let closed = || {
+        let base = remote("o/m@v1", Some(&server.address), http_options(), Some(FolderStore::new(&file)));
+        load(Sources { base, adapter: AdapterFrom::Auto }, None).unwrap()
+    };
+    let done = closed();
+    assert_eq!((done.logits, done.warnings), (EXPECTED.clone(), vec!["store-failed"]));
+    // What is whole needs no writing, so nothing is said of it.
+    let store = Scratch::new();
+    load(hub(&server, Some(&store)), None).unwrap();
+    std::fs::remove_dir_all(store.0.join(".locks")).unwrap();
+    std::fs::write(store.0.join(".locks"), "").unwrap();
+    let done = load(hub(&server, Some(&store)), None).unwrap();
+    assert_eq!((done.logits, done.warnings), (EXPECTED.clone(), vec![]));
 }
 
 #[test]
@@ -891,6 +914,10 @@ fn the_command_line_loads_from_addresses_and_repositories() {
     refused(run("./o/m", &hub), "no such folder");
     refused(run("ftp://x/y", &[]), "ftp");
     refused(run("o/m", &["--header", "nonsense"]), "NAME: VALUE");
+    for header in ["Content-Length: 5", "range: bytes=0-1", "Host: x", "a\u{e9}: x", "a: b\r\nc: d"] {
+        refused(run("o/m", &["--header", header]), "--header");
+    }
+    refused(run("models/none", &[hub.as_slice(), &["--revision", "none"]].concat()), "Nor is there a folder models/none here");
     server.stop();
     let (success, stdout, stderr) = run("o/m@v1", &hub);
     assert!(stderr.contains("warning: ") && stderr.contains("could not be checked"), "{stderr}");

@@ -108,8 +108,8 @@ impl BlobStore for Sink {
 
     async fn remove(&self, _: &str) {}
 
-    async fn lock(&self, _: &str) -> bool {
-        true
+    async fn lock(&self, _: &str) -> Result<bool, StoreFailure> {
+        Ok(true)
     }
 }
 

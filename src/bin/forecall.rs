@@ -17,9 +17,11 @@ mod native {
     use std::process::ExitCode;
 
     use clap::{Args, Parser, Subcommand, ValueEnum};
+    use forecall::decode::ScheduleKind;
     use forecall::engine::{
         AdapterFrom, Backend, Generate, LoadEvent, LoadOptions, Model, Offered, Part, Precision, Prompt, Quantize, Sources,
     };
+    use forecall::fetch::locator::is_repo_id;
     use forecall::fetch::native::{self, FolderStore, NativeSource, Places};
     use forecall::fetch::remote::Role;
     use forecall::gpu::{DeviceOptions, Gpu};
@@ -82,13 +84,34 @@ mod native {
         quantize: Option<QuantizeArg>,
     }
 
+    /// Headers that say how a request is made and what of a file it asks for, which is not for a caller to say: one of them
+    /// leaves the server waiting for a body that never comes, another makes it answer with a part of a config.
+    const OUR_HEADERS: [&str; 10] = [
+        "accept-encoding",
+        "connection",
+        "content-length",
+        "expect",
+        "host",
+        "if-range",
+        "range",
+        "te",
+        "transfer-encoding",
+        "upgrade",
+    ];
+
     /// `name: value`.
     fn header(text: &str) -> std::result::Result<(String, String), String> {
-        match text.split_once(':').map(|(name, value)| (name.trim(), value.trim())) {
-            Some((name, value)) if !name.is_empty() && name.bytes().all(|c| c.is_ascii_alphanumeric() || c == b'-') => {
-                Ok((name.to_ascii_lowercase(), value.to_owned()))
-            }
-            _ => Err("expected NAME: VALUE".into()),
+        let (name, value) = text.split_once(':').ok_or("expected NAME: VALUE")?;
+        let (name, value) = (name.trim().to_ascii_lowercase(), value.trim());
+        if name.is_empty() || !name.bytes().all(|c| c.is_ascii_alphanumeric() || matches!(c, b'-' | b'_')) {
+            return Err("expected NAME: VALUE, with a name of letters, digits and -".into());
+        }
+        if value.bytes().any(|c| (c < b' ' && c != b'\t') || c == 0x7f) {
+            return Err("a value has no line breaks and no control characters".into());
+        }
+        match OUR_HEADERS.contains(&name.as_str()) {
+            true => Err(format!("the header {name} is set by the program itself")),
+            false => Ok((name, value.to_owned())),
         }
     }
 
@@ -202,6 +225,9 @@ mod native {
         rounds: usize,
     }
 
+    /// Characters of a message at most.
+    const MAX_SENTENCE: usize = 1500;
+
     pub fn main() -> ExitCode {
         let cli = match Cli::try_parse() {
             Ok(cli) => cli,
@@ -218,11 +244,20 @@ mod native {
         match outcome {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => {
-                // One sentence, whatever a path or a template's own message holds.
-                let sentence = error.to_string().split_whitespace().collect::<Vec<_>>().join(" ");
-                tell(&format!("forecall: {sentence}\n"));
+                tell(&format!("forecall: {}\n", sentence(&error.to_string())));
                 ExitCode::FAILURE
             }
+        }
+    }
+
+    /// One line of bearable length, whatever a path, a file's own names or a template's message hold: no line breaks, and
+    /// nothing that a terminal would obey.
+    fn sentence(text: &str) -> String {
+        let plain: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+        let line = plain.split_whitespace().collect::<Vec<_>>().join(" ");
+        match line.char_indices().nth(MAX_SENTENCE) {
+            Some((at, _)) => format!("{}…", line.get(..at).unwrap_or_default()),
+            None => line,
         }
     }
 
@@ -239,15 +274,31 @@ mod native {
             // The first paragraph says what is wrong; usage and tips follow.
             let text = error.render().to_string();
             let lines: Vec<_> = text.lines().map(str::trim).take_while(|line| !line.is_empty()).collect();
-            let sentence = lines.join(" ");
-            tell(&format!("forecall: {}; see forecall --help\n", sentence.strip_prefix("error: ").unwrap_or(&sentence)));
+            let line = sentence(&lines.join(" "));
+            tell(&format!("forecall: {}; see forecall --help\n", line.strip_prefix("error: ").unwrap_or(&line)));
         }
         ExitCode::from(2)
+    }
+
+    /// What is taken for a repository may have been meant as a folder.
+    fn nor_a_folder(model: &str, error: Error) -> Error {
+        match error {
+            Error::Http(mut failure)
+                if is_repo_id(model)
+                    && (failure.missing || failure.status.is_none())
+                    && !failure.file.ends_with(".safetensors") =>
+            {
+                failure.message.push_str(&format!(" Nor is there a folder {model} here."));
+                Error::Http(failure)
+            }
+            other => other,
+        }
     }
 
     fn sources(args: &ModelArgs) -> Result<Sources<NativeSource>> {
         let store = match args.store.as_deref() {
             Some("none") => None,
+            Some("") => return Err(Error::InvalidOption("--store is empty; expected a folder, or none".into())),
             Some(folder) => Some(folder.into()),
             None => FolderStore::default_root(),
         };
@@ -300,7 +351,7 @@ mod native {
         let model = Model::load(&mut sources, &options, &mut |event| {
             let line = event.to_string();
             if let LoadEvent::Warning(warning) = &event {
-                tell(&format!("{}warning: {}\n", if on_terminal { "\r\x1b[K" } else { "" }, warning.message));
+                tell(&format!("{}warning: {}\n", if on_terminal { "\r\x1b[K" } else { "" }, sentence(&warning.message)));
             } else if on_terminal && line != last {
                 tell(&format!("\r\x1b[K{line}"));
                 last = line;
@@ -311,7 +362,7 @@ mod native {
         if on_terminal {
             tell("\r\x1b[K");
         }
-        model
+        model.map_err(|error| nor_a_folder(&args.model, error))
     }
 
     /// `--template-variables`.
@@ -329,13 +380,13 @@ mod native {
     }
 
     async fn generate(args: GenerateArgs) -> Result<()> {
+        // What is wrong whatever the model, before gigabytes are loaded.
+        args.schedule.as_deref().map(str::parse::<ScheduleKind>).transpose()?;
+        let variables = template_variables(args.template_variables.as_deref())?;
         let mut model = load(&args.model).await?;
         let prompt = match (&args.tokens, &args.prompt) {
             (Some(tokens), _) => Prompt::Tokens(tokens.clone()),
-            (None, Some(text)) if args.chat => Prompt::Chat(ChatRequest {
-                variables: template_variables(args.template_variables.as_deref())?,
-                ..ChatRequest::user(text)
-            }),
+            (None, Some(text)) if args.chat => Prompt::Chat(ChatRequest { variables, ..ChatRequest::user(text) }),
             (None, Some(text)) => Prompt::Text(text.clone()),
             (None, None) => return Err(Error::InvalidOption("give --prompt or --tokens".into())),
         };
@@ -352,16 +403,19 @@ mod native {
             stop: args.stop,
             ..Generate::new(prompt)
         };
-        let (streaming, mut written) = (!args.json, Ok(()));
+        let (streaming, mut written) = (!args.json, Ok(true));
         let done = model
             .generate(&request, &mut |part: &Part| {
                 if streaming {
                     written = print(&part.text());
                 }
-                written.is_ok()
+                *written.as_ref().unwrap_or(&false)
             })
             .await?;
-        written?;
+        if !written? {
+            // Nobody reads on, so nobody waits for the rest.
+            return Ok(());
+        }
         if args.json {
             print_line(&done.to_json().to_string())?;
         } else {
@@ -395,7 +449,8 @@ mod native {
                     Backend::Cpu | Backend::Reference => None,
                 };
                 let offered = Offered { limits, quota_left: None };
-                Model::preflight(&mut sources(&args.model)?, &options(&args.model), offered).await?
+                let preflight = Model::preflight(&mut sources(&args.model)?, &options(&args.model), offered).await;
+                preflight.map_err(|error| nor_a_folder(&args.model.model, error))?
             }
             false => load(&args.model).await?.info_with_self_test().await?,
         };
@@ -414,19 +469,18 @@ mod native {
         Ok(())
     }
 
-    /// Writes to stdout and flushes. A reader that has gone away is not an error of ours.
-    fn print(text: &str) -> Result<()> {
+    /// Writes to stdout and flushes. A reader that has gone away is not an error of ours: then it is `false`.
+    fn print(text: &str) -> Result<bool> {
         let mut stdout = std::io::stdout();
         match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
-            Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
-                Err(Error::Fetch(format!("the output could not be written: {error}")))
-            }
-            _ => Ok(()),
+            Ok(()) => Ok(true),
+            Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(false),
+            Err(error) => Err(Error::Fetch(format!("the output could not be written: {error}"))),
         }
     }
 
     fn print_line(line: &str) -> Result<()> {
-        print(&format!("{line}\n"))
+        print(&format!("{line}\n")).map(drop)
     }
 
     /// Writes to stderr; there is nobody to tell if that fails.

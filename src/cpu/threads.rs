@@ -16,9 +16,20 @@ pub(super) fn pieces<T: Send>(values: &mut [T], size: usize, work: impl Fn(usize
 /// How many threads work.
 pub(super) fn threads() -> usize {
     #[cfg(not(target_arch = "wasm32"))]
-    return rayon::current_num_threads();
+    return if have_pool() { rayon::current_num_threads() } else { 1 };
     #[cfg(target_arch = "wasm32")]
     1
+}
+
+/// Whether there are threads to share work with. Where the system gives none (a limit on processes or memory), asking
+/// rayon for their number would panic.
+#[cfg(not(target_arch = "wasm32"))]
+fn have_pool() -> bool {
+    static POOL: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
+    // An error without a source is one of a pool that is there already.
+    *POOL.get_or_init(|| {
+        rayon::ThreadPoolBuilder::new().build_global().map_or_else(|error| std::error::Error::source(&error).is_none(), |()| true)
+    })
 }
 
 /// The size of piece that shares `items` out evenly, a few pieces a thread where there are enough.

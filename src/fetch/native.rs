@@ -1,7 +1,7 @@
 //! What native programs lend: requests by ureq, and a store in a folder.
 
 use std::cell::RefCell;
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io::{ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -85,7 +85,9 @@ impl Transport for UreqTransport {
                 .iter()
                 .filter_map(|(name, value)| Some((name.as_str().to_ascii_lowercase(), value.to_str().ok()?.to_owned())))
                 .collect();
-            return Ok(Answer { status, headers, body: ReadAhead::start(response.into_body().into_reader()) });
+            let body =
+                ReadAhead::start(response.into_body().into_reader()).map_err(|error| Failure::Broken(error.to_string()))?;
+            return Ok(Answer { status, headers, body });
         }
         Err(Failure::Broken(format!("more than {MAX_REDIRECTS} redirects followed one another")))
     }
@@ -133,10 +135,10 @@ pub struct ReadAhead {
 }
 
 impl ReadAhead {
-    fn start(mut reader: impl Read + Send + 'static) -> Self {
+    fn start(mut reader: impl Read + Send + 'static) -> std::io::Result<Self> {
         let (send, pieces) = sync_channel(PIECES_AHEAD);
-        std::thread::spawn(move || pump(&mut reader, &send));
-        Self { pieces, turned: false }
+        std::thread::Builder::new().spawn(move || pump(&mut reader, &send))?;
+        Ok(Self { pieces, turned: false })
     }
 }
 
@@ -254,10 +256,7 @@ impl BlobStore for FolderStore {
 
     async fn put(&self, name: &str, bytes: &[u8]) -> Result<(), StoreFailure> {
         let path = self.path(name).ok_or_else(|| StoreFailure::Other(format!("{name} is not a blob's name")))?;
-        Self::write(&path, bytes).map_err(|error| match error.kind() {
-            ErrorKind::StorageFull | ErrorKind::QuotaExceeded => StoreFailure::Full,
-            _ => StoreFailure::Other(format!("{}: {error}", path.display())),
-        })
+        Self::write(&path, bytes).map_err(|error| failed(&path, &error))
     }
 
     async fn list(&self, prefix: &str) -> Vec<(String, u64)> {
@@ -288,23 +287,32 @@ impl BlobStore for FolderStore {
         let _ = if name.ends_with('/') { fs::remove_dir_all(path) } else { fs::remove_file(path) };
     }
 
-    async fn lock(&self, entry: &str) -> bool {
+    async fn lock(&self, entry: &str) -> Result<bool, StoreFailure> {
         let mut locks = self.locks.borrow_mut();
         if locks.iter().any(|(held, _)| held == entry) {
-            return true;
+            return Ok(true);
         }
         if self.path(entry).is_none() {
-            return false;
+            return Err(StoreFailure::Other(format!("{entry} is not an entry's name")));
         }
         let folder = self.root.join(LOCKS);
         let file = fs::create_dir_all(&folder).and_then(|()| File::create(folder.join(entry)));
-        match file {
-            Ok(file) if file.try_lock().is_ok() => {
+        let file = file.map_err(|error| failed(&folder, &error))?;
+        match file.try_lock() {
+            Ok(()) => {
                 locks.push((entry.to_owned(), file));
-                true
+                Ok(true)
             }
-            _ => false,
+            Err(TryLockError::WouldBlock) => Ok(false),
+            Err(TryLockError::Error(error)) => Err(failed(&folder, &error)),
         }
+    }
+}
+
+fn failed(path: &Path, error: &std::io::Error) -> StoreFailure {
+    match error.kind() {
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => StoreFailure::Full,
+        _ => StoreFailure::Other(format!("{}: {error}", path.display())),
     }
 }
 

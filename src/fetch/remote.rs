@@ -69,6 +69,8 @@ struct Entry {
     known: bool,
     /// Whether it is written to.
     writable: bool,
+    /// Why it cannot be written to by anyone.
+    closed: Option<StoreFailure>,
     /// Whether the revision could not be checked, so that nothing but the store counts.
     offline: bool,
     /// Whether what is stored of small files is still what the source has: it is, at a commit.
@@ -182,6 +184,7 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
             missing: BTreeSet::new(),
             small: BTreeMap::new(),
             weights: BTreeMap::new(),
+            sum: 0,
         };
         let mut entry = Entry::new(name, manifest, false);
         entry.known = false;
@@ -202,11 +205,15 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
         }
         let resume = store.get(&format!("{prefix}{RESUME}")).await;
         entry.resume = resume.and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default();
-        entry.writable = store.lock(&entry.name).await;
-        if !entry.writable {
-            let message =
-                format!("{} is being loaded elsewhere at the same time; this time nothing of it is stored", self.location);
-            self.warn("store-busy", message);
+        match store.lock(&entry.name).await {
+            Ok(true) => entry.writable = true,
+            Ok(false) => {
+                let message =
+                    format!("{} is being loaded elsewhere at the same time; this time nothing of it is stored", self.location);
+                self.warn("store-busy", message);
+            }
+            // Told when there is something to store: a store that is read only may have it all.
+            Err(failure) => entry.closed = Some(failure),
         }
         Ok(())
     }
@@ -325,14 +332,18 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
                 } else {
                     store.remove(&format!("{}/", entry.name)).await;
                 }
-                let (code, why) = match failure {
-                    StoreFailure::Full => ("store-quota", "there is no room for it".to_owned()),
-                    StoreFailure::Other(why) => ("store-failed", why),
-                };
-                let message = format!("{} is loaded without storing it: {why}", self.location);
-                self.warn(code, message);
+                self.warn_of(failure);
             }
         }
+    }
+
+    fn warn_of(&mut self, failure: StoreFailure) {
+        let (code, why) = match failure {
+            StoreFailure::Full => ("store-quota", "there is no room for it".to_owned()),
+            StoreFailure::Other(why) => ("store-failed", why),
+        };
+        let message = format!("{} is loaded without storing it: {why}", self.location);
+        self.warn(code, message);
     }
 
     /// Whether a blob is stored with this content.
@@ -347,7 +358,7 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
 
     async fn put_manifest(&mut self) {
         let Some(entry) = &self.entry else { return };
-        let text = serde_json::to_vec_pretty(&entry.manifest).unwrap_or_default();
+        let text = entry.manifest.to_bytes();
         self.put(MANIFEST, &text).await;
     }
 
@@ -429,6 +440,7 @@ impl Entry {
             manifest,
             known: true,
             writable: false,
+            closed: None,
             offline,
             pinned: false,
             resume: BTreeMap::new(),
@@ -579,6 +591,11 @@ impl<T: Transport, B: BlobStore> ByteSource for RemoteSource<T, B> {
         if let Some(traffic) = self.http.traffic() {
             traffic.expect(traffic.bytes() + remaining + parts);
         }
+        if kept.iter().any(|kept| !kept.stored)
+            && let Some(failure) = self.entry.as_mut().and_then(|entry| entry.closed.take())
+        {
+            self.warn_of(failure);
+        }
         let mut sides = BTreeMap::new();
         if let Some(entry) = &mut self.entry {
             (entry.steps, entry.files) = (kept, ways);
@@ -681,7 +698,7 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
             let manifest = self.manifest(entry).await;
             // One whose manifest cannot be read is of no use to anyone.
             let superseded = manifest.is_none_or(|manifest| manifest.asked.as_deref() == asked);
-            if superseded && store.lock(entry).await {
+            if superseded && store.lock(entry).await == Ok(true) {
                 store.remove(&format!("{entry}/")).await;
             }
         }

@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::locator::{Listed, Listing};
 use super::running_hash::{hash, hex, unhex};
+use crate::weights::stored_block::checksum;
 
 /// The version of entries' layout; others are not read.
 pub const VERSION: u32 = 1;
@@ -52,7 +53,10 @@ pub trait BlobStore {
     async fn remove(&self, name: &str);
 
     /// Makes the caller the only one that writes to an entry, until its loading is over; `false` if another one is.
-    async fn lock(&self, entry: &str) -> bool;
+    ///
+    /// # Errors
+    /// [`StoreFailure`] if nobody can write there.
+    async fn lock(&self, entry: &str) -> Result<bool, StoreFailure>;
 }
 
 /// No store.
@@ -74,8 +78,8 @@ impl BlobStore for NoStore {
 
     async fn remove(&self, _: &str) {}
 
-    async fn lock(&self, _: &str) -> bool {
-        false
+    async fn lock(&self, _: &str) -> Result<bool, StoreFailure> {
+        Ok(false)
     }
 }
 
@@ -106,6 +110,23 @@ pub struct Manifest {
     pub small: BTreeMap<String, u64>,
     /// Weights files.
     pub weights: BTreeMap<String, StoredWeights>,
+    /// [`checksum`] of all this, with 0 in this place: a number in it may be damaged and still be one.
+    #[serde(default)]
+    pub sum: u64,
+}
+
+impl Manifest {
+    /// As it is stored, with its sum.
+    #[must_use]
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let summed = Self { sum: self.own_sum(), ..self.clone() };
+        serde_json::to_vec_pretty(&summed).unwrap_or_default()
+    }
+
+    fn own_sum(&self) -> u64 {
+        // Readers in JavaScript see numbers up to 2^53 as they are.
+        checksum(&serde_json::to_vec(&Self { sum: 0, ..self.clone() }).unwrap_or_default()) >> 11
+    }
 }
 
 /// [`Listing`] as it is stored.
@@ -171,8 +192,9 @@ pub fn side_name(file: &str, part: Option<&std::ops::Range<u64>>) -> String {
     format!("side-{}", short_hash(&format!("{file}{part}")))
 }
 
-/// The manifest in `bytes`, if it is one of this version.
+/// The manifest in `bytes`, if it is a whole one of this version.
 #[must_use]
 pub fn read_manifest(bytes: &[u8]) -> Option<Manifest> {
-    serde_json::from_slice::<Manifest>(bytes).ok().filter(|manifest| manifest.version == VERSION)
+    let manifest = serde_json::from_slice::<Manifest>(bytes).ok()?;
+    (manifest.version == VERSION && manifest.sum == manifest.own_sum()).then_some(manifest)
 }

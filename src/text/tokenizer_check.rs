@@ -77,16 +77,44 @@ pub(super) fn check(bytes: &[u8]) -> Result<Facts, TextError> {
         .map_err(|e| TextError::Tokenizer(format!("expected the JSON of a tokenizer with a `model`: {e}")))?;
     check_merges(&file.model)?;
     let mut byte_fallback = false;
-    for (place, part) in
-        [(&NORMALIZER, &file.normalizer), (&PRE_TOKENIZER, &file.pre_tokenizer), (&POST_PROCESSOR, &file.post_processor)]
-    {
-        each_part(place, part, &mut check_part)?;
+    for (place, part) in [
+        (&NORMALIZER, &file.normalizer),
+        (&PRE_TOKENIZER, &file.pre_tokenizer),
+        (&POST_PROCESSOR, &file.post_processor),
+        (&DECODER, &file.decoder),
+    ] {
+        let (mut parts, mut growth) = (0, 1_usize);
+        each_part(place, part, &mut |kind, part| {
+            byte_fallback |= kind == "ByteFallback";
+            (parts, growth) = (parts + 1, growth.saturating_mul(grows(kind, part)));
+            if parts > MAX_PARTS {
+                return refuse(format!("the {} has more than {MAX_PARTS} parts", place.name));
+            }
+            if growth > MAX_GROWTH {
+                return refuse(format!("the {} could make a text more than {MAX_GROWTH} times as long", place.name));
+            }
+            check_part(kind, part)
+        })?;
     }
-    each_part(&DECODER, &file.decoder, &mut |kind, part| {
-        byte_fallback |= kind == "ByteFallback";
-        check_part(kind, part)
-    })?;
     Ok(Facts { byte_fallback })
+}
+
+/// Parts in one place; published tokenizers have less than ten. Each of them walks over all of a text.
+const MAX_PARTS: usize = 64;
+/// How much longer a text may become in one place: twelve parts that each make twenty characters of one make 10^15.
+const MAX_GROWTH: usize = 1024;
+
+/// How many times as long a text a part can make, at most.
+fn grows(kind: &str, part: &Value) -> usize {
+    let pattern = |kind: &str| part.get("pattern").and_then(|pattern| pattern.get(kind)).and_then(Value::as_str);
+    let content = part.get("content").and_then(Value::as_str).map_or(0, str::len);
+    match (kind, pattern("String")) {
+        // A byte becomes a character of two.
+        ("ByteLevel", _) => 2,
+        (_, Some(text)) => content.div_ceil(text.len().max(1)).max(1),
+        // An expression may match between any two bytes.
+        _ => content + 1,
+    }
 }
 
 fn check_merges(model: &Model) -> Result<(), TextError> {
@@ -280,6 +308,27 @@ mod tests {
         let mut old = tiny();
         old["model"]["merges"] = json!(["#version: 0.2", "a b"]);
         assert_eq!(load(&old).unwrap().encode("ab", false).unwrap(), [2]);
+    }
+
+    #[test]
+    fn texts_do_not_grow_without_bounds() {
+        let replace = |content: &str| json!({"type": "Replace", "pattern": {"String": "e"}, "content": content});
+        let sequence = |parts: Vec<Value>| json!({"type": "Sequence", "normalizers": parts});
+        let growing = |count| sequence(vec![replace(&"e".repeat(20)); count]);
+        assert!(refused(|j| j["normalizer"] = growing(12)).contains("1024 times as long"));
+        let by_expression = json!({"type": "Replace", "pattern": {"Regex": "x*"}, "content": "e".repeat(2000)});
+        assert!(refused(|j| j["normalizer"] = by_expression).contains("1024 times as long"));
+        let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
+        assert!(
+            refused(|j| j["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": vec![bytes; 11]})).contains("as long")
+        );
+        assert!(refused(|j| j["normalizer"] = sequence(vec![replace("e"); 64])).contains("64 parts"));
+        // Controls: what published tokenizers do.
+        let mut good = tiny();
+        good["normalizer"] = growing(2);
+        load(&good).unwrap();
+        good["normalizer"] = json!({"type": "Replace", "pattern": {"String": " "}, "content": "\u{2581}"});
+        load(&good).unwrap();
     }
 
     #[test]

@@ -287,6 +287,10 @@ impl FolderSource {
 
 #[cfg(not(target_arch = "wasm32"))]
 impl ByteSource for FolderSource {
+    fn why_absent(&self, file: &str) -> Option<Error> {
+        Some(Error::Fetch(format!("there is no {file} in the folder {}", self.root.display())))
+    }
+
     async fn size(&mut self, file: &str) -> Result<Option<u64>> {
         let path = self.path(file)?;
         match std::fs::metadata(&path) {
