@@ -13,7 +13,7 @@ function build() {
     const args = ["build", "--profile", "wasm", "--target", "wasm32-unknown-unknown", "--bench", "cpu_rows"];
     const options = {
         cwd: fileURLToPath(new URL("..", import.meta.url)),
-        env: { ...process.env, RUSTFLAGS: `${process.env.RUSTFLAGS ?? ""} -C target-feature=+simd128` },
+        env: { ...process.env, RUSTFLAGS: `${process.env.RUSTFLAGS ?? ""} -C target-feature=+simd128 -C llvm-args=-inline-threshold=10` },
         stdio: ["ignore", "pipe", "inherit"],
         maxBuffer: 1 << 28,
     };
