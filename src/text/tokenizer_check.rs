@@ -1,11 +1,11 @@
 //! Refuses tokenizer files that would make the `tokenizers` crate panic or read past its buffers.
 //!
 //! Found by reading version 0.23.2, by fuzzing and by feeding it mutated files. It does not look at the `type` of a
-//! post-processor, and takes other parts without one by their fields: here each part must be of a type it knows. Its BPE builder copies the two halves of a merge into
-//! a buffer as long as the longest token before it asks whether the merged token exists; its Strip decoder counts back
-//! from the end of a token without looking at the length; its template processor indexes a second sequence that a single
-//! text does not have; its Precompiled normalizer unwraps; an empty pattern matches everywhere. Each is a sentence here
-//! instead.
+//! post-processor, and takes other parts without one by their fields: here each part must be of a type it knows. Its BPE
+//! builder copies the two halves of a merge into a buffer as long as the longest token before it asks whether the merged
+//! token exists; its Strip decoder counts back from the end of a token without looking at the length; its template processor
+//! indexes a second sequence that a single text does not have; its Precompiled normalizer unwraps; an empty pattern matches
+//! everywhere. Each is a sentence here instead.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -346,6 +346,9 @@ mod tests {
             refused(|j| j["normalizer"] = json!({"type": "Precompiled", "precompiled_charsmap": "AAAA"})).contains("Precompiled")
         );
         assert!(refused(|j| j["normalizer"] = json!({"type": "Prepend", "prepend": ""})).contains("Prepend"));
+        let empty = json!({"type": "Replace", "pattern": {"String": ""}, "content": "x"});
+        assert!(refused(|j| j["normalizer"] = empty).contains("the pattern of a Replace is empty"));
+        assert!(refused(|j| j["post_processor"] = json!({"type": "Guess", "single": []})).contains("no `type` that is known"));
         assert!(refused(|j| j["pre_tokenizer"] = json!({"type": "FixedLength", "length": 0})).contains("FixedLength"));
         let template = json!({"type": "TemplateProcessing", "single": [{"Sequence": {"id": "B", "type_id": 0}}], "pair": [], "special_tokens": {}});
         assert!(refused(|j| j["post_processor"] = template).contains("second text"));
