@@ -1,7 +1,7 @@
 //! What decoding by diffusion promises, checked against a scripted model that judges every plan by its own idea of who may
 //! see whom, and against the rule written down once more without plans. Every check has a control that shows it can fail.
 
-use super::fake::{VOCAB, hash, uniform};
+use super::fake::{VOCAB, alter, hash, uniform};
 use super::generation::{Counts, Generation};
 use super::options::{BlockOptions, Resolved, ScheduleKind, ScheduleOptions};
 use super::plan::{CallKind, CallPlan, Choice, Keep, Row, RowToken, Sees};
@@ -419,18 +419,6 @@ fn budgets_are_met_exactly_and_end_ids_cut() {
             assert_eq!(case.ok().tokens, whole);
         }
     }
-}
-
-/// Rebuilds a plan with one row changed.
-fn alter(plan: &CallPlan, which: impl Fn(&Row) -> bool, change: impl Fn(&mut Row)) -> CallPlan {
-    let mut rows: Vec<(usize, Row)> =
-        plan.rows().iter().enumerate().filter_map(|(i, row)| plan.row_id(i).map(|id| (id, row.clone()))).collect();
-    rows.sort_by_key(|(id, _)| *id);
-    let mut rows: Vec<Row> = rows.into_iter().map(|(_, row)| row).collect();
-    if let Some(row) = rows.iter_mut().find(|row| which(row)) {
-        change(row);
-    }
-    CallPlan::new(plan.kind(), rows)
 }
 
 #[test]

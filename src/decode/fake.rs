@@ -390,3 +390,15 @@ impl<O: Oracle> ModelCalls for Fake<O> {
 fn check(holds: bool, what: impl FnOnce() -> String) -> Result<(), String> {
     if holds { Ok(()) } else { Err(what()) }
 }
+
+/// Rebuilds a plan with one row changed. `which` picks the row; nothing changes where there is none.
+pub fn alter(plan: &CallPlan, which: impl Fn(&Row) -> bool, change: impl Fn(&mut Row)) -> CallPlan {
+    let mut rows: Vec<(usize, Row)> =
+        plan.rows().iter().enumerate().filter_map(|(i, row)| plan.row_id(i).map(|id| (id, row.clone()))).collect();
+    rows.sort_by_key(|(id, _)| *id);
+    let mut rows: Vec<Row> = rows.into_iter().map(|(_, row)| row).collect();
+    if let Some(row) = rows.iter_mut().find(|row| which(row)) {
+        change(row);
+    }
+    CallPlan::new(plan.kind(), rows)
+}

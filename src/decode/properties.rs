@@ -2,7 +2,7 @@
 //! exactly the rows of the definition. Every check has a control that shows it can fail.
 
 use super::accept::accept;
-use super::fake::{Fake, Oracle, Scripted, Skill, VOCAB, hash, uniform};
+use super::fake::{Fake, Oracle, Scripted, Skill, VOCAB, alter, hash, uniform};
 use super::generation::{Counts, Generation};
 use super::options::{Anchors, ScheduleKind, ScheduleOptions};
 use super::plan::{CallKind, CallOutput, CallPlan, Choice, Keep, Row, RowToken, Sees};
@@ -567,18 +567,6 @@ fn a_scripted_model_runs_behind_the_trait() {
     }
     assert_eq!(text, oracle.text(&case.prompt, 40));
     assert!(generation.counts().accepted() > 0);
-}
-
-/// Rebuilds a plan with one row changed. `which` picks the row; nothing changes where there is none.
-fn alter(plan: &CallPlan, which: impl Fn(&Row) -> bool, change: impl Fn(&mut Row)) -> CallPlan {
-    let mut rows: Vec<(usize, Row)> =
-        plan.rows().iter().enumerate().filter_map(|(i, row)| plan.row_id(i).map(|id| (id, row.clone()))).collect();
-    rows.sort_by_key(|(id, _)| *id);
-    let mut rows: Vec<Row> = rows.into_iter().map(|(_, row)| row).collect();
-    if let Some(row) = rows.iter_mut().find(|row| which(row)) {
-        change(row);
-    }
-    CallPlan::new(plan.kind(), rows)
 }
 
 #[test]
