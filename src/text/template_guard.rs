@@ -406,16 +406,7 @@ fn holds_namespace(budget: &Budget, value: &Value) -> Result<bool, Error> {
         return Ok(false);
     }
     budget.check_depth(value)?;
-    if value.downcast_object_ref::<Namespace>().is_some() {
-        return Ok(true);
-    }
-    for item in value.try_iter()? {
-        let inner = if value.kind() == ValueKind::Map { value.get_item(&item)? } else { item };
-        if is_container(&inner) && holds_namespace_in(budget, &inner)? {
-            return Ok(true);
-        }
-    }
-    Ok(false)
+    holds_namespace_in(budget, value)
 }
 
 /// [`holds_namespace`] below a value whose depth is known.
