@@ -11,6 +11,7 @@ const budget = 1000 * Number(process.env.SECONDS ?? 1);
 
 function build() {
     const args = ["build", "--profile", "wasm", "--target", "wasm32-unknown-unknown", "--bench", "cpu_rows"];
+    // Flags as the build tool has them for the module that ships.
     const options = {
         cwd: fileURLToPath(new URL("..", import.meta.url)),
         env: { ...process.env, RUSTFLAGS: `${process.env.RUSTFLAGS ?? ""} -C target-feature=+simd128 -C llvm-args=-inline-threshold=10` },

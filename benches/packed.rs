@@ -6,16 +6,13 @@
 //!
 //! Options: `--model DIR`, `--backend cpu|gpu`, `--prompts N`, `--tokens N`, `--rounds N`, `--widths K,w[,K,w ...]`.
 
+mod held_out;
+
 use std::path::{Path, PathBuf};
 
 use forecall::engine::{AdapterFrom, Backend, Generate, LoadOptions, Model, Prompt, Sources};
 use forecall::weights::source::FolderSource;
 use forecall::{Error, Result};
-
-#[derive(serde::Deserialize)]
-struct HeldOut {
-    prompt_ids: Vec<u32>,
-}
 
 struct Options {
     model: PathBuf,
@@ -38,21 +35,13 @@ struct Runs {
 }
 
 fn main() -> std::process::ExitCode {
-    match pollster::block_on(run()) {
-        Ok(()) => std::process::ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("{error}");
-            std::process::ExitCode::FAILURE
-        }
-    }
+    held_out::exit(pollster::block_on(run()))
 }
 
 async fn run() -> Result<()> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let options = options(root)?;
-    let held_out = std::fs::read(root.join("tests/data/heldout_prompts.json")).map_err(|e| Error::Fetch(e.to_string()))?;
-    let held_out: Vec<HeldOut> = serde_json::from_slice(&held_out).map_err(|e| Error::Fetch(e.to_string()))?;
-    let count = options.prompts.clamp(1, held_out.len().max(1));
+    let prompts = held_out::spread(root, options.prompts)?;
 
     let mut sources = Sources { base: FolderSource::new(&options.model)?, adapter: AdapterFrom::Auto };
     let load = LoadOptions { backend: options.backend, context_length: Some(1024), ..LoadOptions::default() };
@@ -61,7 +50,7 @@ async fn run() -> Result<()> {
     println!("{}; default {}: {}", info["device"]["name"], info["default_schedule"], info["default_schedule_reason"]);
     let mut runs: Vec<Runs> = std::iter::repeat_with(Runs::default).take(options.widths.len() + 1).collect();
     for round in 0..options.rounds {
-        for prompt in (0..count).filter_map(|i| held_out.get(i * held_out.len() / count)) {
+        for prompt in &prompts {
             let mut times = vec![f64::NAN; runs.len()];
             let mut text: Option<Vec<u32>> = None;
             for turn in 0..runs.len() {

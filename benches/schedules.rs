@@ -6,11 +6,14 @@
 //!
 //! Options: `--model DIR`, `--backend cpu|gpu|reference`, `--prompts N`, `--tokens N`, `--verify-width K`, `--draft-width W`.
 
+mod held_out;
+
 use std::path::{Path, PathBuf};
 
 use forecall::engine::{AdapterFrom, Backend, Generate, LoadOptions, Model, Prompt, Sources};
 use forecall::weights::source::FolderSource;
 use forecall::{Error, Result};
+use held_out::HeldOut;
 
 /// Schedule, and H where it takes one.
 const SCHEDULES: [(&str, Option<usize>); 8] = [
@@ -24,12 +27,6 @@ const SCHEDULES: [(&str, Option<usize>); 8] = [
     ("quadratic-shared", None),
 ];
 
-#[derive(serde::Deserialize)]
-struct HeldOut {
-    category: String,
-    prompt_ids: Vec<u32>,
-}
-
 struct Options {
     model: PathBuf,
     backend: Backend,
@@ -40,21 +37,13 @@ struct Options {
 }
 
 fn main() -> std::process::ExitCode {
-    match pollster::block_on(run()) {
-        Ok(()) => std::process::ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("{error}");
-            std::process::ExitCode::FAILURE
-        }
-    }
+    held_out::exit(pollster::block_on(run()))
 }
 
 async fn run() -> Result<()> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let options = options(root)?;
-    let held_out = std::fs::read(root.join("tests/data/heldout_prompts.json")).map_err(|e| Error::Fetch(e.to_string()))?;
-    let held_out: Vec<HeldOut> = serde_json::from_slice(&held_out).map_err(|e| Error::Fetch(e.to_string()))?;
-    let prompts = spread(&held_out, options.prompts);
+    let prompts = held_out::spread(root, options.prompts)?;
 
     let mut sources = Sources { base: FolderSource::new(&options.model)?, adapter: AdapterFrom::Auto };
     let load = LoadOptions { backend: options.backend, context_length: Some(2048), ..LoadOptions::default() };
@@ -111,13 +100,7 @@ async fn run() -> Result<()> {
     Ok(())
 }
 
-/// `count` prompts spread evenly over the list, so that kinds mix.
-fn spread(all: &[HeldOut], count: usize) -> Vec<&HeldOut> {
-    let count = count.clamp(1, all.len().max(1));
-    (0..count).filter_map(|i| all.get(i * all.len() / count)).collect()
-}
-
-fn kinds(prompts: &[&HeldOut]) -> String {
+fn kinds(prompts: &[HeldOut]) -> String {
     let mut kinds: Vec<_> = prompts.iter().map(|p| p.category.as_str()).collect();
     kinds.dedup();
     kinds.join(", ")
