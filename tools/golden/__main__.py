@@ -97,17 +97,23 @@ def truth_of_blocks(checkpoint, model):
     tensors = {"causal.logits": run(model, calls["kept rows"], trace)}
     tensors |= {f"causal.{name}": value for name, value in trace.items()}
     tensors["block.logits"] = run(model, calls["a block"])[start:]
-    manifest = {
-        "checkpoint": checkpoint.name,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "difference_from_transformers": difference,
+    manifest = origin(checkpoint, difference) | {
         "prompt": prompt,
         "block_length": length,
         "mask_token": checkpoint.mask,
         "logit_range": (tensors["causal.logits"].max() - tensors["causal.logits"].min()).item(),
     }
     return manifest, {k: v.to(torch.float32).contiguous() for k, v in tensors.items()}
+
+
+def origin(checkpoint, difference):
+    """How a manifest begins: what was measured, with what, and how far transformers is from it."""
+    return {
+        "checkpoint": checkpoint.name,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "difference_from_transformers": difference,
+    }
 
 
 def said(logits, call):
@@ -153,11 +159,7 @@ def truth_of(checkpoint, model):
             entry[name], text = schedule(model, p, 48, VERIFY_WIDTH, DRAFT_WIDTH)
             assert text[len(p) :][:48] == tokens, f"{name} is not lossless"
         texts.append(entry)
-    manifest = {
-        "checkpoint": checkpoint.name,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "difference_from_transformers": difference,
+    manifest = origin(checkpoint, difference) | {
         "prompt": prompt,
         "draft": draft,
         "verify_width": VERIFY_WIDTH,
