@@ -19,7 +19,7 @@ use pollster::block_on;
 use serde_json::Value;
 
 /// Checkpoints with a record of block diffusion.
-const RECORDED: [&str; 10] = [
+const RECORDED: [&str; 14] = [
     "tiny-nemotron",
     "tiny-nemotron-trained",
     "tiny-nemotron-q4",
@@ -30,19 +30,35 @@ const RECORDED: [&str; 10] = [
     "tiny-sdar-q8",
     "tiny-fast-dllm-trained",
     "tiny-fast-dllm-f16",
+    "tiny-nemotron-bf16",
+    "tiny-setdlm-bf16",
+    "tiny-sdar-bf16",
+    "tiny-fast-dllm-bf16",
 ];
 /// Those that fill blocks and do nothing else.
-const ONLY_BLOCKS: [&str; 4] = ["tiny-sdar-trained", "tiny-sdar-q8", "tiny-fast-dllm-trained", "tiny-fast-dllm-f16"];
+const ONLY_BLOCKS: [&str; 6] = [
+    "tiny-sdar-trained",
+    "tiny-sdar-q8",
+    "tiny-sdar-bf16",
+    "tiny-fast-dllm-trained",
+    "tiny-fast-dllm-f16",
+    "tiny-fast-dllm-bf16",
+];
 
 fn is_f32(checkpoint: &str) -> bool {
-    !(checkpoint.ends_with("-f16") || checkpoint.ends_with("-q4") || checkpoint.ends_with("-q8"))
+    !(is_half(checkpoint) || checkpoint.ends_with("-q4") || checkpoint.ends_with("-q8"))
+}
+
+/// Plain f16 or bf16.
+fn is_half(checkpoint: &str) -> bool {
+    checkpoint.ends_with("-f16") || checkpoint.ends_with("-bf16")
 }
 
 /// Of logits, over their range.
 fn bound(checkpoint: &str, backend: Backend, precision: Precision) -> f32 {
     match backend {
         Backend::Reference => 1e-6,
-        _ if is_f32(checkpoint) => 1e-4,
+        _ if is_f32(checkpoint) || is_half(checkpoint) && precision == Precision::F32 => 1e-4,
         Backend::Cpu if precision == Precision::F32 => 5e-4,
         _ if precision == Precision::F32 => 1e-4,
         _ => 3e-3,

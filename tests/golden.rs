@@ -5,19 +5,20 @@
 //! | backend | storage | bound | why |
 //! | --- | --- | --- | --- |
 //! | reference | f64 | 1e-6 | the truth is stored as f32, logits are read as f32 |
-//! | gpu, cpu | f32 K/V | 1e-4 | sums of f32 in another order |
+//! | gpu, cpu | f32 K/V | 1e-4 | sums of f32 in another order; bf16 and f16 weights widened to f32 change nothing |
 //! | cpu | f32 K/V, quantised weights | 5e-4 | inputs of products are 16-bit integers, a scale per weight group |
 //! | gpu, cpu | f16 K/V | 3e-3 | keys and values have 11 bits |
+//! | gpu, cpu | f16 K/V, bf16 weights as f16 or quantised while loading | 3e-3 | the truth is of the weights as kept: bf16 fits f16 but for the smallest |
 //! | cpu | rows with the adapter, quantised weights | 4e-2 | the adapter, here as strong as the weights, is turned into 8-bit groups; such rows never become text unverified |
 
 mod checkpoints;
 
 use std::collections::BTreeMap;
 
-use checkpoints::{BACKENDS, GOLDEN, Golden, distance, golden_folder, ids, load, regrets};
+use checkpoints::{BACKENDS, GOLDEN, Golden, distance, golden_folder, ids, load, load_as, regrets};
 use forecall::decode::plan::{CallKind, CallPlan, Keep, Row, RowToken, Sees};
 use forecall::decode::{CallCount, ScheduleKind, draft_rows, packed_rows};
-use forecall::engine::{Backend, Generate, Model, Precision, Prompt};
+use forecall::engine::{Backend, Generate, LoadOptions, Model, Precision, Prompt, Quantize};
 use pollster::block_on;
 
 const EXACT: f32 = 1e-6;
@@ -27,13 +28,18 @@ const HALF_CACHE: f32 = 3e-3;
 const SMALL_ADAPTER: f32 = 4e-2;
 
 fn is_f32(checkpoint: &str) -> bool {
-    !matches!(checkpoint, "tiny-llama-q4" | "tiny-llama-q8-bf16" | "tiny-nemotron-q4" | "tiny-setdlm-f16")
+    !is_half(checkpoint) && !matches!(checkpoint, "tiny-llama-q4" | "tiny-llama-q8-bf16" | "tiny-nemotron-q4")
+}
+
+/// Plain f16 or bf16.
+fn is_half(checkpoint: &str) -> bool {
+    matches!(checkpoint, "tiny-setdlm-f16" | "tiny-nemotron-bf16" | "tiny-setdlm-bf16")
 }
 
 fn bound(checkpoint: &str, backend: Backend, precision: Precision) -> f32 {
     match backend {
         Backend::Reference => EXACT,
-        _ if is_f32(checkpoint) => SINGLE,
+        _ if is_f32(checkpoint) || is_half(checkpoint) && precision == Precision::F32 => SINGLE,
         Backend::Cpu if precision == Precision::F32 => INTEGER_INPUTS,
         _ if precision == Precision::F32 => SINGLE,
         _ => HALF_CACHE,
@@ -121,7 +127,8 @@ fn compare(checkpoint: &str, (name, backend): (&str, Backend), precision: Precis
     assert!(outputs.keys().map(String::as_str).eq(names), "{checkpoint}: {:?}", outputs.keys());
     let mut worst = 0f32;
     let mut line = format!("{checkpoint:20} {name:10} {precision:?}: bound {bound:.0e},");
-    let small_adapter = backend == Backend::Cpu && !is_f32(checkpoint) && model.draft_rules().unwrap().adapter;
+    let small_adapter =
+        backend == Backend::Cpu && !is_f32(checkpoint) && !is_half(checkpoint) && model.draft_rules().unwrap().adapter;
     let draft_bound = if small_adapter { SMALL_ADAPTER } else { bound };
     for (tensor, got) in &outputs {
         let (truth, range) = (&golden.tensor(tensor).values, range(&golden, tensor));
@@ -284,6 +291,48 @@ fn quantised_checkpoints_with_f32_keys_and_values_agree_with_the_truth() {
     for checkpoint in GOLDEN.iter().filter(|c| !is_f32(c)) {
         compare(checkpoint, BACKENDS[1], Precision::F32);
         compare(checkpoint, BACKENDS[2], Precision::F32);
+    }
+}
+
+/// A bf16 checkpoint quantised while loading, against the same weights quantised by Python and the forward pass of those in
+/// float64; `quantized.safetensors` has that truth.
+#[test]
+fn bf16_checkpoints_quantised_while_loading_agree_with_the_truth() {
+    for checkpoint in ["tiny-nemotron-bf16", "tiny-setdlm-bf16", "tiny-sdar-bf16", "tiny-fast-dllm-bf16"] {
+        let (plain, quantized) = (Golden::read(checkpoint), Golden::read_quantized(checkpoint));
+        let (prompt, range) = (ids(&plain.json["prompt"]), plain.logit_range());
+        let precisions = [Precision::Auto, Precision::F32];
+        for ((name, backend), precision) in BACKENDS.into_iter().flat_map(|backend| precisions.map(|p| (backend, p))) {
+            for (quantize, bits, other) in [(Quantize::Q8, "q8", "q4"), (Quantize::Q4, "q4", "q8")] {
+                let options = LoadOptions { backend, precision, quantize: Some(quantize), ..LoadOptions::default() };
+                let mut model = load_as(&golden_folder(checkpoint), &options);
+                let drafts = quantized.names().any(|tensor| tensor == "q4.draft.w7.logits");
+                let logits = block_on(model.logits(&prompt, drafts.then_some(7))).unwrap();
+                let bound = match (backend, precision) {
+                    (Backend::Reference, _) => EXACT,
+                    (_, Precision::Auto) => HALF_CACHE,
+                    (Backend::Cpu, _) => INTEGER_INPUTS,
+                    _ => SINGLE,
+                };
+                let adapter = drafts && model.draft_rules().unwrap().adapter;
+                let mut line = format!("{checkpoint:20} {name:10} {precision:?} {bits}: bound {bound:.0e},");
+                let got = [("causal", Some(logits.causal)), ("draft.w7", logits.draft)];
+                for (tensor, got) in got.into_iter().filter_map(|(tensor, got)| Some((tensor, got?.concat()))) {
+                    let of = |bits: &str| quantized.tensor(&format!("{bits}.{tensor}.logits"));
+                    let error = distance(&got, &of(bits).values, range);
+                    let unquantised = distance(&got, &plain.tensor(&format!("{tensor}.logits")).values, range);
+                    line += &format!(" {tensor} {error:.1e} (from bf16 {unquantised:.1e})");
+                    let small_adapter = tensor == "draft.w7" && adapter && backend == Backend::Cpu;
+                    let bound = if small_adapter { SMALL_ADAPTER } else { bound };
+                    assert!(error < bound, "{line}: over the bound {bound:.0e}");
+                    assert!(unquantised < if bits == "q8" { 0.05 } else { 0.5 }, "{line}: nothing is left of the model");
+                    // Controls: other bits and none at all are told apart.
+                    assert!(small_adapter || distance(&got, &of(other).values, range) > bound, "{line}");
+                    assert!(small_adapter || unquantised > bound, "{line}");
+                }
+                println!("{line}");
+            }
+        }
     }
 }
 

@@ -82,8 +82,8 @@ impl std::str::FromStr for Precision {
     }
 }
 
-/// Affine groups that a plain checkpoint's weights are turned into while loading. Groups are 64 inputs wide (32 where 64
-/// does not divide a matrix); embedding and head take 8 bits.
+/// Affine groups that a plain checkpoint's weights are turned into while loading. Groups are 64 inputs wide, the last of a row
+/// what is left; embedding and head take 8 bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Quantize {
     /// 4 bits.

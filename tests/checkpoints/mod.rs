@@ -14,7 +14,7 @@ use serde_json::Value;
 pub const BACKENDS: [(&str, Backend); 3] = [("reference", Backend::Reference), ("cpu", Backend::Cpu), ("gpu", Backend::Gpu)];
 
 /// The golden checkpoints.
-pub const GOLDEN: [&str; 17] = [
+pub const GOLDEN: [&str; 19] = [
     "tiny-llama",
     "tiny-llama-tied",
     "tiny-llama-q4",
@@ -32,6 +32,8 @@ pub const GOLDEN: [&str; 17] = [
     "tiny-setdlm",
     "tiny-setdlm-trained",
     "tiny-setdlm-f16",
+    "tiny-nemotron-bf16",
+    "tiny-setdlm-bf16",
 ];
 
 /// A path in the repository.
@@ -57,10 +59,14 @@ pub fn demo_folder() -> PathBuf {
 
 /// Loads a checkpoint with the adapter beside it. A machine without a WebGPU adapter fails the tests.
 pub fn load(folder: &Path, backend: Backend, precision: Precision, context: Option<usize>) -> Model {
+    load_as(folder, &LoadOptions { backend, precision, context_length: context, ..LoadOptions::default() })
+}
+
+/// The same with options of one's own.
+pub fn load_as(folder: &Path, options: &LoadOptions) -> Model {
     let base = FolderSource::new(folder).expect("the checkpoint's folder");
-    let options = LoadOptions { backend, precision, context_length: context, ..LoadOptions::default() };
-    block_on(Model::load(&mut Sources { base, adapter: AdapterFrom::Auto }, &options, &mut |_| true))
-        .unwrap_or_else(|e| panic!("{} on {backend:?}: {e}", folder.display()))
+    block_on(Model::load(&mut Sources { base, adapter: AdapterFrom::Auto }, options, &mut |_| true))
+        .unwrap_or_else(|e| panic!("{} with {options:?}: {e}", folder.display()))
 }
 
 /// A JSON file of the repository.
@@ -93,9 +99,18 @@ pub struct Golden {
 impl Golden {
     /// Reads the truth beside a golden checkpoint.
     pub fn read(name: &str) -> Self {
+        Self::read_file(name, "golden.safetensors")
+    }
+
+    /// Reads the truth about a golden checkpoint that is quantised while loading.
+    pub fn read_quantized(name: &str) -> Self {
+        Self::read_file(name, "quantized.safetensors")
+    }
+
+    fn read_file(name: &str, tensors: &str) -> Self {
         let folder = golden_folder(name);
-        let bytes = std::fs::read(folder.join("golden.safetensors")).expect("golden.safetensors");
-        let file = safetensors::SafeTensors::deserialize(&bytes).expect("golden.safetensors");
+        let bytes = std::fs::read(folder.join(tensors)).unwrap_or_else(|e| panic!("{name}/{tensors}: {e}"));
+        let file = safetensors::SafeTensors::deserialize(&bytes).expect("safetensors");
         let tensors = file
             .tensors()
             .into_iter()
@@ -110,7 +125,7 @@ impl Golden {
 
     /// A tensor by name.
     pub fn tensor(&self, name: &str) -> &Tensor {
-        self.tensors.get(name).unwrap_or_else(|| panic!("golden.safetensors has no {name}"))
+        self.tensors.get(name).unwrap_or_else(|| panic!("the truth has no {name}"))
     }
 
     /// The tensors' names in order.

@@ -32,7 +32,7 @@ except ImportError as missing:
 from calls import drafted, greedy, packed, rows_of, run, target, two_call
 from checkpoints import CHECKPOINTS
 from diffusion import block_call, kept_call, most_a_call, record_of
-from files import read_checkpoint, write_checkpoint, write_json
+from files import quantized_while_loading, read_checkpoint, write_checkpoint, write_json
 from judge import hold_against_transformers, hold_blocks_against_transformers
 from model import random_model
 from training import train
@@ -106,6 +106,22 @@ def truth_of_blocks(checkpoint, model):
     return manifest, {k: v.to(torch.float32).contiguous() for k, v in tensors.items()}
 
 
+def truth_of_quantized(checkpoint, model):
+    """The logits that tests ask of a bf16 checkpoint, of its weights as they are after quantising while loading."""
+    generator = torch.Generator().manual_seed(checkpoint.seed + 1000)
+    prompt, _, _ = questions(checkpoint, model, generator)
+    tensors = {}
+    for bits in (4, 8):
+        quantized = quantized_while_loading(model, bits)
+        if model.family.drafts:
+            logits = {"causal": target(quantized, prompt), "draft.w7": drafted(quantized, prompt, DRAFT_WIDTH)}
+        else:
+            length = model.config[model.family.diffusion.length_field]
+            logits = {"causal": run(quantized, kept_call(prompt, length))}
+        tensors |= {f"q{bits}.{name}.logits": value.float().contiguous() for name, value in logits.items()}
+    return tensors
+
+
 def origin(checkpoint, difference):
     """How a manifest begins: what was measured, with what, and how far transformers is from it."""
     return {
@@ -173,6 +189,11 @@ def truth_of(checkpoint, model):
     return manifest, {k: v.to(torch.float32).contiguous() for k, v in tensors.items()}
 
 
+def quantizes(checkpoint):
+    """Whether quantising while loading is part of a checkpoint's truth: for the plain bf16 ones."""
+    return checkpoint.dtype == "bf16" and not checkpoint.quantization
+
+
 def build(checkpoint):
     print(checkpoint.name, flush=True)
     torch.manual_seed(checkpoint.seed)
@@ -189,6 +210,8 @@ def build(checkpoint):
     manifest, tensors = truth(checkpoint, stored)
     write_json(folder / "golden.json", manifest)
     save_file(tensors, folder / "golden.safetensors")
+    if quantizes(checkpoint):
+        save_file(truth_of_quantized(checkpoint, stored), folder / "quantized.safetensors")
     print(f"  from transformers {manifest['difference_from_transformers']:.1e}")
     write_records(folder, checkpoint, stored)
     for text in manifest.get("greedy", []):
@@ -211,6 +234,9 @@ def check(checkpoint):
     truth = truth_of if model.family.drafts else truth_of_blocks
     manifest, tensors = truth(checkpoint, model)
     stored = load_file(folder / "golden.safetensors")
+    if quantizes(checkpoint):
+        tensors |= truth_of_quantized(checkpoint, model)
+        stored |= load_file(folder / "quantized.safetensors")
     assert stored.keys() == tensors.keys()
     for name, value in stored.items():
         torch.testing.assert_close(tensors[name], value, atol=1e-6, rtol=0, msg=f"{checkpoint.name}: {name}")

@@ -303,4 +303,46 @@ CHECKPOINTS = [
         mask=100,
         records=((Settings(threshold=0.3), 13),),
     ),
+    # bf16, as most checkpoints are published; the truth has the weights quantised while loading too.
+    Checkpoint(
+        "tiny-nemotron-bf16",
+        "nemotron_labs_diffusion",
+        41,
+        without(
+            sizes(211, 48, 2, 6, 2, 16, 72, tied=False, max_position_embeddings=262144, mask_token_id=100)
+            | {"rope_parameters": yarn(1e6, 16.0)},
+            "rope_theta",
+        ),
+        dtype="bf16",
+        adapter_alpha=16,
+        mask=100,
+        records=((Settings(threshold=0.3), 13),),
+    ),
+    Checkpoint(
+        "tiny-setdlm-bf16",
+        "setdlm",
+        42,
+        sizes(211, 48, 2, 6, 2, 16, 72, tied=True, rope_theta=1000000.0, mask_token_id=100),
+        dtype="bf16",
+        mask=100,
+        records=((Settings(length=6, threshold=0.3), 13),),
+    ),
+    Checkpoint(
+        "tiny-sdar-bf16",
+        "sdar",
+        43,
+        sizes(211, 48, 2, 6, 2, 16, 72, tied=False, rope_theta=1000000.0, mask_token_id=100),
+        dtype="bf16",
+        mask=100,
+        records=((Settings(length=8, threshold=0.3), 13),),
+    ),
+    Checkpoint(
+        "tiny-fast-dllm-bf16",
+        "fast_dllm",
+        44,
+        sizes(211, 48, 2, 6, 2, 16, 72, tied=True, rope_theta=1000000.0, mask_token_id=100),
+        dtype="bf16",
+        mask=100,
+        records=((Settings(threshold=0.3), 13),),
+    ),
 ]

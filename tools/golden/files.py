@@ -1,6 +1,8 @@
 """Checkpoints as files: written in the hub's layout, and read back."""
 
+import dataclasses
 import json
+import math
 import re
 
 import torch
@@ -31,6 +33,37 @@ def dequantize(words, scales, biases, bits):
     q = (words.to(torch.int64)[..., None] >> (torch.arange(per_word) * bits)) & (2**bits - 1)
     q = q.flatten(-2).double().unflatten(-1, (scales.shape[-1], -1))
     return (q * scales.double()[..., None] + biases.double()[..., None]).flatten(-2)
+
+
+def half(value, towards):
+    """The f16 nearest to a float64 value on the side of `towards`, -inf or inf."""
+    near = value.to(torch.float16)
+    wrong = near.double() > value if towards < 0 else near.double() < value
+    return torch.where(wrong, torch.nextafter(near, torch.full_like(near, towards)), near).double()
+
+
+def quantized_while_loading(model, bits):
+    """The model with the weights that quantising a plain checkpoint leaves, as the README says: groups of 64 inputs (a row's
+    last group has what is left), starting at their minimum rounded down to f16, in steps of the rest's share rounded up to
+    f16; embedding and head in 8 bits; vectors and the adapter as they are."""
+
+    def rounded(weight, levels):
+        parts = []
+        for group in weight.split(64, -1):
+            start = half(group.amin(-1, keepdim=True), -math.inf)
+            step = half((group.amax(-1, keepdim=True) - start) / levels, math.inf)
+            # In f32: a value in the middle between two steps may go either way, and which is not what is tested.
+            steps = ((group.float() - start.float()) * (1 / step.float()) + 0.5).floor().clamp(0, levels)
+            near = (group - start) / step
+            assert ((steps - near).abs() < 0.5001).all()
+            parts.append(start + step * steps)
+        return torch.cat(parts, -1)
+
+    weights = {
+        role: value if value.dim() < 2 else rounded(value, 2 ** (bits if isinstance(role, tuple) else 8) - 1)
+        for role, value in model.weights.items()
+    }
+    return dataclasses.replace(model, weights=weights)
 
 
 def byte_tokenizer(with_mask):
