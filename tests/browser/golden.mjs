@@ -1,5 +1,5 @@
-// The tiny golden checkpoints through the real wasm module: every schedule gives the reference's greedy ids, on the
-// adapter without 16-bit floats (SwiftShader) and on the one that has them (lavapipe).
+// The tiny golden checkpoints through the real wasm module: every schedule gives the reference's greedy ids, and block diffusion
+// the record's, on the adapter without 16-bit floats (SwiftShader) and on the one that has them (lavapipe).
 
 import assert from 'node:assert/strict';
 import fs from 'node:fs';
@@ -30,22 +30,35 @@ export async function runRequests(page, source, options, requests) {
   );
 }
 
-test('golden: tiny-sdar-trained, CPU: block diffusion gives the record\'s ids, and its options arrive', async () => {
-  const { texts } = JSON.parse(fs.readFileSync(path.join(GOLDEN, 'tiny-sdar-trained', 'diffusion.json'), 'utf8'));
-  const clear = texts.filter((text) => text.smallest_logit_gap > CLOSE.f32 && text.smallest_probability_gap > CLOSE.f32);
-  assert.ok(clear.some((text) => text.threshold !== null), 'no text with options of its own is clear enough');
-  const page = await blankPage('flagless');
-  const option = (value) => value ?? undefined;
-  const requests = clear.map(({ prompt, tokens, block_length: blockLength, threshold, steps }) => [
-    { tokens: prompt },
-    { maxTokens: tokens.length, ignoreEos: true, schedule: 'block-diffusion', blockLength: option(blockLength), threshold: option(threshold), steps: option(steps) },
-  ]);
-  const { info, results } = await runRequests(page, '/tests/golden/tiny-sdar-trained/', { precision: 'f32', backend: 'cpu' }, requests);
-  assert.equal(info.defaultSchedule, 'block-diffusion');
-  for (const [i, { tokens }] of clear.entries()) assert.deepEqual(results[i].tokens, tokens);
-  assert.ok(results[0].calls < results[0].tokens.length, 'several tokens a call');
-  assert.deepEqual(page.errors, []);
-}, { seconds: 180 });
+// Block diffusion's three layouts: aligned blocks, blocks whose kept rows are causal, a sliding window. Single precision, so
+// that a record's text is the text, on both adapters; texts with their own block length and threshold are among them.
+for (const [name, browser, backend] of [
+  ['tiny-sdar-trained', 'flagless', 'cpu'],
+  ['tiny-nemotron-trained', 'lavapipe', 'webgpu'],
+  ['tiny-setdlm-trained', 'lavapipe', 'webgpu'],
+  ['tiny-setdlm-trained', 'stock', 'webgpu'],
+]) {
+  test(`golden: ${name}, ${backend === 'cpu' ? 'CPU' : browser}: block diffusion gives the record's ids, and its options arrive`, async () => {
+    const { texts } = JSON.parse(fs.readFileSync(path.join(GOLDEN, name, 'diffusion.json'), 'utf8'));
+    const clear = texts.filter((text) => text.smallest_logit_gap > CLOSE.f32 && text.smallest_probability_gap > CLOSE.f32);
+    assert.ok(clear.length > 1 && clear.some((text) => text.threshold !== null), 'too few texts are clear enough');
+    const page = await blankPage(browser);
+    const option = (value) => value ?? undefined;
+    const requests = clear.map(({ prompt, tokens, block_length: blockLength, threshold, steps }) => [
+      { tokens: prompt },
+      { maxTokens: tokens.length, ignoreEos: true, schedule: 'block-diffusion', blockLength: option(blockLength), threshold: option(threshold), steps: option(steps) },
+    ]);
+    // Control: where nothing reaches the threshold, every call gives one token.
+    requests.push([requests[0][0], { ...requests[0][1], threshold: 1.5 }]);
+    const { info, results } = await runRequests(page, `/tests/golden/${name}/`, { precision: 'f32', backend }, requests);
+    assert.equal(info.backend, backend);
+    if (name === 'tiny-sdar-trained') assert.equal(info.defaultSchedule, 'block-diffusion');
+    for (const [i, { tokens }] of clear.entries()) assert.deepEqual(results[i].tokens, tokens);
+    assert.ok(results[0].calls < results[0].tokens.length, 'several tokens a call');
+    assert.ok(results.at(-1).calls > results[0].calls, 'the threshold arrives');
+    assert.deepEqual(page.errors, []);
+  }, { seconds: 180 });
+}
 
 for (const [browser, precision, backend] of [['stock', 'f32', 'webgpu'], ['lavapipe', 'auto', 'webgpu'], ['flagless', 'auto', 'cpu']]) {
   for (const name of CHECKPOINTS) {
