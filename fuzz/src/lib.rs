@@ -6,15 +6,7 @@ extern crate self as forecall;
 pub mod decode;
 #[path = "../../src/error.rs"]
 pub mod error;
-/// Of this room what parses.
-pub mod fetch {
-    #[path = "../../../src/fetch/locator.rs"]
-    pub mod locator;
-    #[path = "../../../src/fetch/running_hash.rs"]
-    pub(crate) mod running_hash;
-    #[path = "../../../src/fetch/store.rs"]
-    pub mod store;
-}
+pub mod fetch;
 #[path = "../../src/model/mod.rs"]
 pub mod model;
 #[path = "../../src/text/mod.rs"]
