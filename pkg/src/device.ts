@@ -12,7 +12,7 @@ export interface DeviceInfo {
   reason: string | null;
   /** What the adapter says of itself; browsers keep some of it back. */
   adapter: { vendor: string; architecture: string; device: string; description: string; fallback: boolean } | null;
-  /** 16-bit floats in shaders: half the memory for the cache. */
+  /** 16-bit floats in shaders. Without them what is stored in 16 bits is unpacked by hand: as small, a little slower. */
   shaderF16: boolean;
   subgroups: boolean;
   subgroupMinSize: number | null;
@@ -44,6 +44,19 @@ async function requestAdapter(): Promise<{ adapter: GPUAdapter } | { reason: str
   }
 }
 
+/** What an adapter says of itself, as far as it does. */
+type AdapterInfo = Partial<GPUAdapterInfo>;
+
+/** Chrome from 113 to 126 tells it when it is asked only. */
+async function infoOf(adapter: GPUAdapter): Promise<AdapterInfo> {
+  const older = adapter as { info?: GPUAdapterInfo; requestAdapterInfo?: () => Promise<GPUAdapterInfo> };
+  try {
+    return older.info ?? (await older.requestAdapterInfo?.()) ?? {};
+  } catch {
+    return {};
+  }
+}
+
 /** Describes the GPU. Never rejects; asks for no device and downloads nothing. */
 export async function describeDevice(): Promise<DeviceInfo> {
   const memory = typeof navigator === 'undefined' ? undefined : (navigator as Navigator & { deviceMemory?: number }).deviceMemory;
@@ -53,11 +66,13 @@ export async function describeDevice(): Promise<DeviceInfo> {
       webgpu: false, reason: found.reason, adapter: null, shaderF16: false, subgroups: false, subgroupMinSize: null, subgroupMaxSize: null, limits: null, memoryGiB: memory ?? null,
     };
   }
-  const { features, limits, info } = found.adapter;
+  const { features, limits } = found.adapter;
+  const info = await infoOf(found.adapter);
+  const { vendor = '', architecture = '', device = '', description = '' } = info;
   return {
     webgpu: true,
     reason: null,
-    adapter: { vendor: info.vendor, architecture: info.architecture, device: info.device, description: info.description, fallback: isFallback(found.adapter) },
+    adapter: { vendor, architecture, device, description, fallback: isFallback(found.adapter, info) },
     shaderF16: features.has('shader-f16'),
     subgroups: features.has('subgroups'),
     subgroupMinSize: info.subgroupMinSize ?? null,
@@ -74,8 +89,8 @@ export async function describeDevice(): Promise<DeviceInfo> {
 }
 
 /** The flag moved from the adapter to its info; browsers have one or the other. */
-function isFallback(adapter: GPUAdapter): boolean {
-  return adapter.info.isFallbackAdapter ?? (adapter as { isFallbackAdapter?: boolean }).isFallbackAdapter ?? false;
+function isFallback(adapter: GPUAdapter, info: AdapterInfo): boolean {
+  return info.isFallbackAdapter ?? (adapter as { isFallbackAdapter?: boolean }).isFallbackAdapter ?? false;
 }
 
 /** What the engine is told to run on. */
@@ -91,7 +106,8 @@ export interface BackendChoice {
 
 /**
  * Looks for an adapter. Where there is one, every device made afterwards in this worker has subgroups if its adapter does:
- * wgpu does not know the feature on the web and would never ask for it. `onLost` hears of a device that goes away by itself.
+ * wgpu does not know the feature on the web and would never ask for it. It does ask for every limit that it knows, which
+ * older browsers refuse, and for `info`, which they lack. `onLost` hears of a device that goes away by itself.
  */
 export async function chooseBackend(wanted: Backend, onLost: (message: string) => void): Promise<BackendChoice> {
   const none: BackendChoice = { backend: 'cpu', reason: null, adapter: { subgroups: false, subgroupSizes: [0, 0], software: false }, limits: null };
@@ -102,19 +118,22 @@ export async function chooseBackend(wanted: Backend, onLost: (message: string) =
     return { ...none, reason: found.reason };
   }
   const { adapter } = found;
+  const info = await infoOf(adapter);
   const prototype = Object.getPrototypeOf(adapter) as GPUAdapter;
+  if (!adapter.info) Object.defineProperty(prototype, 'info', { configurable: true, value: { description: info.description ?? '', isFallbackAdapter: isFallback(adapter, info) } });
   const original = prototype.requestDevice;
   prototype.requestDevice = async function (this: GPUAdapter, descriptor: GPUDeviceDescriptor = {}) {
     const features = new Set(descriptor.requiredFeatures ?? []);
     if (this.features.has('subgroups')) features.add('subgroups');
-    const device = await original.call(this, { ...descriptor, requiredFeatures: [...features] });
+    const requiredLimits = Object.fromEntries(Object.entries(descriptor.requiredLimits ?? {}).filter(([name]) => name in this.limits));
+    const device = await original.call(this, { ...descriptor, requiredFeatures: [...features], requiredLimits });
     void device.lost.then(({ reason, message }) => {
       if (reason !== 'destroyed') onLost(message);
     });
     return device;
   };
-  const { subgroupMinSize: least = 0, subgroupMaxSize: most = 0 } = adapter.info;
-  return { backend: wanted, reason: null, adapter: { subgroups: adapter.features.has('subgroups'), subgroupSizes: [least, most], software: isFallback(adapter) }, limits: numbersOf(adapter.limits) };
+  const { subgroupMinSize: least = 0, subgroupMaxSize: most = 0 } = info;
+  return { backend: wanted, reason: null, adapter: { subgroups: adapter.features.has('subgroups'), subgroupSizes: [least, most], software: isFallback(adapter, info) }, limits: numbersOf(adapter.limits) };
 }
 
 /** The limits as plain data: they are getters of the object's prototype. */

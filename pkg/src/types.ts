@@ -3,7 +3,10 @@
 /** `auto` takes WebGPU where there is a real GPU, else the CPU, which beats a GPU in software. */
 export type Backend = 'auto' | 'webgpu' | 'cpu';
 
-/** `auto` takes f32 for f32 checkpoints, else f16 storage where the adapter has `shader-f16`. Sums are f32 always. */
+/**
+ * How K/V and weights that are not quantised are stored; sums are f32 always. `auto` takes f32 for checkpoints that are f32
+ * throughout, else f16, on adapters without `shader-f16` too: there halves are kept in pairs and unpacked in the shader.
+ */
 export type Precision = 'auto' | 'f16' | 'f32';
 
 /**

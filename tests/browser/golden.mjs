@@ -173,3 +173,29 @@ test('golden: truncated weights and a broken config are typed errors, with nothi
   assert.match(outcomes.odd.message, /mystery/);
   assert.equal(outcomes.after, 3);
 }, { seconds: 120 });
+
+test('golden: browsers of 2023, whose adapters have no `info` and refuse limits that they do not know', async () => {
+  const golden = JSON.parse(fs.readFileSync(path.join(GOLDEN, 'tiny-llama-tied', 'golden.json'), 'utf8'));
+  const { prompt, tokens } = golden.greedy.find((text) => text.smallest_top2_gap > CLOSE.f32);
+  const page = await blankPage('lavapipe');
+  await page.addScriptTag({ url: '/tests/browser/older.js', type: 'module' });
+  // Controls: this is such a browser.
+  const lacks = await page.evaluate(async () => {
+    const adapter = await navigator.gpu.requestAdapter();
+    const refused = await adapter.requestDevice({ requiredLimits: { maxBindGroupsPlusVertexBuffers: 8 } }).catch(({ name }) => name);
+    return [adapter.info, URL.canParse, refused];
+  });
+  assert.deepEqual(lacks, [undefined, undefined, 'OperationError']);
+  const { device, reason, backend } = await page.evaluate(async () => (await import('/pkg/dist/index.js')).availability());
+  assert.deepEqual([device.adapter, device.subgroupMinSize, backend], [{ vendor: '', architecture: '', device: '', description: '', fallback: true }, null, 'cpu']);
+  assert.match(reason, /in software only/);
+  const { info, results } = await runRequests(page, '/tests/golden/tiny-llama-tied/', { precision: 'f32', adapter: 'none', workerUrl: '/tests/browser/older-worker.js' }, [[{ tokens: prompt }, { maxTokens: tokens.length, ignoreEos: true }]]);
+  assert.equal(info.backend, 'webgpu');
+  assert.deepEqual(results[0].tokens, tokens);
+  const asked = await page.evaluate(async () => {
+    GPUAdapter.prototype.requestAdapterInfo = async () => ({ vendor: 'someone', architecture: 'some', device: '', description: 'a GPU' });
+    return (await (await import('/pkg/dist/index.js')).availability()).device.adapter;
+  });
+  assert.deepEqual(asked, { vendor: 'someone', architecture: 'some', device: '', description: 'a GPU', fallback: true });
+  assert.deepEqual(page.errors, []);
+}, { seconds: 180 });

@@ -1,0 +1,3 @@
+// The package's worker in a browser of 2023.
+import './older.js';
+import '/pkg/dist/worker.js';
