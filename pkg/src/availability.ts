@@ -55,7 +55,9 @@ export async function availability(source?: ModelSource, options: AvailabilityOp
   };
   if (call === null || backend === null) return found;
   try {
-    const { model_type: type, quantization, tokenizer, drafter, fits, reason, limit, download, memory, store } = await new Client(call).preflight();
+    const { model_type: type, quantization, tokenizer, drafter, backend, fits, reason, limit, download, memory, store } = await new Client(call).preflight();
+    found.backend = backend; // the engine decides, and what the page made of the adapter was a guess
+    if (backend === 'webgpu') found.reason = null;
     found.model = { type, quantization, tokenizer, drafter };
     found.download = { bytes: download.bytes, stored: download.stored_bytes, files: download.files };
     found.memory = { weights: memory.weights, cache: memory.kv_cache, working: memory.working, largestBinding: memory.largest_binding };

@@ -5,13 +5,12 @@ import { Generation, type GenerationSink } from './generation.js';
 import type { EnginePreflight } from './engine.js';
 import type { Command, Event, GenerateRequest } from './messages.js';
 import type { LoadCall } from './options.js';
+import { STOP_MS } from './patience.js';
 import { answerGets, getter } from './transport.js';
 import type { GenerateResult, LoadProgress, ModelInfo, Warning } from './types.js';
 
 /** How long a worker may take to free the device before it is ended regardless. */
 const DISPOSE_MS = 3000;
-/** How long a stopped load may take to note where it stopped; without that note, what it had stored still counts. */
-const STOP_MS = 2000;
 
 /** Who hears of a load. */
 export interface LoadListeners {
@@ -42,6 +41,7 @@ export class Client {
   #load: Loading | null = null;
   #running: Running | null = null;
   #disposed: (() => void) | null = null;
+  #disposal: Promise<void> | null = null;
   /** Why nothing more can be asked. */
   #ended: ForecallError | null = null;
   #nextId = 1;
@@ -126,7 +126,12 @@ export class Client {
   }
 
   /** Frees the device and ends the worker. Whatever is pending fails with `Aborted`. */
-  async dispose(): Promise<void> {
+  dispose(): Promise<void> {
+    this.#disposal ??= this.#dispose();
+    return this.#disposal;
+  }
+
+  async #dispose(): Promise<void> {
     if (this.#ended) return;
     const disposed = new Promise<void>((resolve) => {
       this.#disposed = resolve;

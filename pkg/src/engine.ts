@@ -113,6 +113,8 @@ export interface EnginePreflight {
   quantization: string;
   tokenizer: boolean;
   drafter: boolean;
+  /** What it would run on. */
+  backend: 'webgpu' | 'cpu';
   fits: boolean;
   /** Which limit fails, what is needed and what there is. */
   reason: string | null;

@@ -5,13 +5,13 @@ import type { GenerateResult } from './types.js';
 /**
  * What went wrong, by whose business it is:
  *
- * - `Unsupported`: the browser or device cannot do what was asked (no WebGPU adapter, a limit too small)
+ * - `Unsupported`: the browser or device cannot do what was asked (no WebGPU adapter, a limit too small, no storage)
  * - `Fetch`: bytes could not be had (missing file, refused request, short answer)
  * - `BadConfig`, `BadWeights`, `BadTokenizer`: a file of the checkpoint is malformed
  * - `OutOfMemory`: memory for weights, cache or activations could not be had
  * - `DeviceLost`: the GPU went away; load the model again
  * - `InvalidOption`: an option is unknown, out of range or contradicts another
- * - `Busy`: a generation is running already on this model
+ * - `Busy`: a generation is running already on this model, or a load writes what is to be deleted
  * - `Aborted`: the caller's signal stopped the work, or the model was disposed of
  * - `Internal`: a bug of Forecall's
  */

@@ -5,9 +5,15 @@ import type { EnginePreflight } from './engine.js';
 import type { PickedFile } from './files.js';
 import type { Backend, GenerateResult, LoadProgress, Message, ModelInfo, Part, Precision, Quantize, Schedule, Warning } from './types.js';
 
-/** Where files are. `scattered` has each file's own address; `location` then names the whole. */
+/** Files that are each at an address of their own. The headers of the whole go to those at `origin` only. */
+export interface Scattered {
+  files: Record<string, string>;
+  origin: string;
+}
+
+/** Where files are. `location` names the whole where they are scattered. */
 export type SourceRequest =
-  | { kind: 'remote'; location: string; revision: string | null; hubUrl: string | null; headers: Record<string, string>; scattered: Record<string, string> | null }
+  | { kind: 'remote'; location: string; revision: string | null; hubUrl: string | null; headers: Record<string, string>; scattered: Scattered | null }
   | { kind: 'files'; files: PickedFile[] };
 
 /** `load`, or a look at what it would take, as data. */

@@ -2,7 +2,7 @@
 
 import { ForecallError } from './errors.js';
 import { namePicked } from './files.js';
-import type { GenerateRequest, LoadRequest, SourceRequest } from './messages.js';
+import type { GenerateRequest, LoadRequest, Scattered, SourceRequest } from './messages.js';
 import type { FetchFunction, GenerateOptions, LoadOptions, Message, ModelSource, Prompt, ScatteredFiles } from './types.js';
 
 const LOAD_OPTIONS: ReadonlySet<string> = new Set<keyof LoadOptions>([
@@ -87,9 +87,31 @@ function absolute(name: string, value: string | URL): URL {
   }
 }
 
+/** Where repo ids are, unless `hubUrl` says otherwise: what the engine knows too. */
+const HUB_ORIGIN = 'https://huggingface.co';
+
+/** The origin of a place; `null` for files of this device. */
+function originOf(place: SourceRequest | 'auto' | 'none'): string | null {
+  if (typeof place === 'string' || place.kind === 'files') return null;
+  return ADDRESS.test(place.location) ? new URL(place.location).origin : new URL(place.hubUrl ?? HUB_ORIGIN).origin;
+}
+
+/**
+ * Leaves the caller's headers to the origin they are meant for: that of the source, or of the adapter if the source's files
+ * were picked. A token is for one server, and an adapter, or a scattered file, may be on another.
+ */
+function keepHeadersHome(source: SourceRequest, adapter: SourceRequest | 'auto' | 'none'): void {
+  const home = originOf(source) ?? originOf(adapter);
+  for (const place of [source, adapter]) {
+    if (home === null || typeof place === 'string' || place.kind === 'files') continue;
+    if (place.scattered) place.scattered.origin = home;
+    else if (originOf(place) !== home) place.headers = {};
+  }
+}
+
 /** Where files are. `landmark` is the file by which picked ones are recognised. */
 function sourceOf(name: string, value: unknown, landmark: string, hub: { revision: string | null; hubUrl: string | null; headers: Record<string, string> }): SourceRequest {
-  const remote = (location: string, scattered: Record<string, string> | null): SourceRequest => ({ kind: 'remote', location, ...hub, scattered });
+  const remote = (location: string, scattered: Scattered | null): SourceRequest => ({ kind: 'remote', location, ...hub, scattered });
   if (typeof value === 'string' || value instanceof URL) return remote(locationOf(name, value), null);
   if (Array.isArray(value) || (typeof FileList !== 'undefined' && value instanceof FileList)) {
     const files: unknown[] = [...value];
@@ -98,12 +120,12 @@ function sourceOf(name: string, value: unknown, landmark: string, hub: { revisio
     return { kind: 'files', files: namePicked(files as File[], landmark) };
   }
   if (typeof value === 'object' && value !== null) {
-    const scattered = Object.fromEntries(Object.entries(value as ScatteredFiles).map(([file, address]) => [file, absolute(`${name}, ${file}`, address).href]));
+    const files = Object.fromEntries(Object.entries(value as ScatteredFiles).map(([file, address]) => [file, absolute(`${name}, ${file}`, address).href]));
     // The weights' address names the whole: it is unlike that of any other set, and stays while they do.
-    const weights = Object.entries(scattered).find(([file, address]) => file.endsWith('.safetensors') && /^https?:/.test(address));
-    if (!weights) throw invalid(name, `${name} must hold the http or https address of a .safetensors file; it holds ${Object.keys(scattered).join(', ') || 'nothing'}.`);
+    const weights = Object.entries(files).find(([file, address]) => file.endsWith('.safetensors') && /^https?:/.test(address));
+    if (!weights) throw invalid(name, `${name} must hold the http or https address of a .safetensors file; it holds ${Object.keys(files).join(', ') || 'nothing'}.`);
     const { origin, pathname } = new URL(weights[1]);
-    return remote(`${origin}${pathname}/`, scattered);
+    return remote(`${origin}${pathname}/`, { files, origin });
   }
   throw invalid(name, `${name} must be a repo id, the URL of a folder, or files, got ${show(value)}.`);
 }
@@ -154,11 +176,13 @@ export function loadRequest(source: ModelSource, options: LoadOptions, where: st
   const hub = { revision: null, hubUrl: options.hubUrl === undefined ? null : hubUrlOf(options.hubUrl), headers: headersOf(headers) };
   const base = sourceOf('the source', source, 'config.json', hub);
   if (base.kind === 'remote') base.revision = revision ?? null;
+  const drafter = adapter === undefined ? 'auto' : adapter === 'none' ? 'none' : sourceOf('the adapter', adapter, 'adapter_config.json', hub);
+  keepHeadersHome(base, drafter);
   if (revision !== undefined && (base.kind === 'files' || ADDRESS.test(base.location))) throw invalid('revision', '`revision` is for repo ids: an address or a list of files has none.');
   return {
     request: {
       source: base,
-      adapter: adapter === undefined ? 'auto' : adapter === 'none' ? 'none' : sourceOf('the adapter', adapter, 'adapter_config.json', hub),
+      adapter: drafter,
       precision: precision === undefined ? 'auto' : oneOf('precision', precision, PRECISIONS),
       quantize: quantize === undefined ? null : oneOf('quantize', quantize, QUANTIZE),
       contextLength: contextLength === undefined ? null : count('contextLength', contextLength),

@@ -36,7 +36,18 @@ interface Manifest {
 }
 const MANIFEST = 'manifest.json';
 
-/** Stored models, the last used first. */
+/** What the browser throws, as an error of this package. */
+async function typed<T>(work: Promise<T>): Promise<T> {
+  try {
+    return await work;
+  } catch (cause) {
+    if (cause instanceof ForecallError) throw cause;
+    const why = cause instanceof Error ? `${cause.name}: ${cause.message}` : String(cause);
+    if (cause instanceof DOMException && cause.name === 'NoModificationAllowedError') throw new ForecallError('Busy', `a stored file is in use: wait until the load that uses it is done, or stop it. (${why})`, {}, { cause });
+    throw new ForecallError('Unsupported', `the browser refuses its storage to this page: ${why}`, {}, { cause });
+  }
+}
+
 async function list(): Promise<StoredModel[]> {
   const found: StoredModel[] = [];
   for (const store of await allStores()) found.push(...(await entriesOf(store)));
@@ -68,15 +79,10 @@ async function manifestOf(store: Store, id: string): Promise<Manifest> {
   }
 }
 
-/** Bytes of all that is stored. */
 async function size(): Promise<number> {
   return (await list()).reduce((sum, { bytes }) => sum + bytes, 0);
 }
 
-/**
- * Deletes what was stored of a source (repo id, address, or an item of {@link list}); all of it without one. Loaded models
- * go on. Answers how many were deleted; rejects with `Busy` while another load writes one of them.
- */
 async function remove(...given: [what?: string | URL | StoredModel]): Promise<number> {
   const [what] = given;
   // An item that was looked for and not found must not delete all of them.
@@ -101,13 +107,27 @@ async function remove(...given: [what?: string | URL | StoredModel]): Promise<nu
   return deleted;
 }
 
-/**
- * Asks the browser not to clear this site's storage by itself when space runs short. Answers whether it will not; browsers
- * decide by their own rules, and some ask the user.
- */
 async function persist(): Promise<boolean> {
   return (await navigator.storage?.persist?.()) ?? false;
 }
 
-/** Stored models of this site (origin). */
-export const storage = { list, size, delete: remove, persist };
+/** Stored models of this site (origin). Everything here rejects with a {@link ForecallError}. */
+export const storage = {
+  /** Stored models, the last used first. */
+  list: (): Promise<StoredModel[]> => typed(list()),
+
+  /** Bytes of all that is stored. */
+  size: (): Promise<number> => typed(size()),
+
+  /**
+   * Deletes what was stored of a source (repo id, address, or an item of `list`); all of it without one. Loaded models go on.
+   * Answers how many were deleted; rejects with `Busy` while another load writes one of them.
+   */
+  delete: (...what: [what?: string | URL | StoredModel]): Promise<number> => typed(remove(...what)),
+
+  /**
+   * Asks the browser not to clear this site's storage by itself when space runs short. Answers whether it will not; browsers
+   * decide by their own rules, and some ask the user.
+   */
+  persist: (): Promise<boolean> => typed(persist()),
+};

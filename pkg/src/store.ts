@@ -5,12 +5,13 @@
 // API holds them.
 
 import type { BlobStore } from './engine.js';
+import { LOCK_WAIT_MS } from './patience.js';
 
 /** Name of the folder, of the cache, and of all locks. */
 const NAME = 'forecall';
-/** How long a lock is waited for: a load that was just stopped lets go of it at once. */
-const LOCK_WAIT_MS = 1000;
+/** A file that another worker has open is tried so often, and again after so long. */
 const OPEN_TRIES = 20;
+const OPEN_AGAIN_MS = 50;
 const TEMPORARY = '.tmp';
 
 /** A {@link BlobStore} in plain values, as page and worker use it. Names are `entry/blob`; a prefix is empty, `entry/`, or a name. */
@@ -20,14 +21,16 @@ export interface Store {
   put(name: string, bytes: Uint8Array): Promise<void>;
   list(prefix: string): Promise<[name: string, bytes: number][]>;
   remove(prefix: string): Promise<void>;
+  /** Removes what a worker left of an entry that was ended in the middle of a `put`. For whoever has the entry's lock. */
+  sweep(entry: string): Promise<void>;
 }
 
 /** Not in TypeScript's library for pages: exists in workers only. */
 interface SyncAccessHandle {
-  truncate(size: number): void;
+  truncate(size: number): void | Promise<void>;
   write(bytes: Uint8Array, options: { at: number }): number;
-  flush(): void;
-  close(): void;
+  flush(): void | Promise<void>;
+  close(): void | Promise<void>;
 }
 type WorkerFileHandle = FileSystemFileHandle & { createSyncAccessHandle(): Promise<SyncAccessHandle>; move?(name: string): Promise<void> };
 
@@ -60,8 +63,14 @@ class FileStore implements Store {
     // A worker may be ended in the middle of a write, so what has the name is always whole.
     const file = (await folder.getFileHandle(blob + TEMPORARY, { create: true })) as WorkerFileHandle;
     if (file.move) {
-      await write(file, bytes);
-      await file.move(blob);
+      try {
+        await write(file, bytes);
+        await file.move(blob);
+      } catch (error) {
+        // It is listed nowhere, so nobody else would free its room.
+        await folder.removeEntry(blob + TEMPORARY).catch(() => {});
+        throw error;
+      }
     } else {
       // Without a rename the write is not atomic; the engine sees by a blob's own length whether it is whole.
       await folder.removeEntry(blob + TEMPORARY);
@@ -99,20 +108,30 @@ class FileStore implements Store {
       if (!isMissing(error)) throw error;
     }
   }
+
+  async sweep(entry: string): Promise<void> {
+    try {
+      const folder = await this.#root.getDirectoryHandle(entry);
+      for await (const blob of folder.keys()) if (blob.endsWith(TEMPORARY)) await folder.removeEntry(blob);
+    } catch (error) {
+      if (!isMissing(error)) throw error;
+    }
+  }
 }
 
 async function write(file: WorkerFileHandle, bytes: Uint8Array): Promise<void> {
   const handle = await openForWriting(file);
   try {
-    handle.truncate(0);
+    await handle.truncate(0);
     for (let at = 0; at < bytes.length; ) {
       const written = handle.write(bytes.subarray(at), { at });
-      if (written <= 0) throw new DOMException('the browser takes no more bytes', 'QuotaExceededError');
+      // Chromium has been seen to answer a full disk with a negative number that was taken for an unsigned one.
+      if (!(written > 0 && written <= bytes.length - at)) throw new DOMException('the browser takes no more bytes', 'QuotaExceededError');
       at += written;
     }
-    handle.flush();
+    await handle.flush();
   } finally {
-    handle.close();
+    await handle.close();
   }
 }
 
@@ -124,7 +143,7 @@ async function openForWriting(file: WorkerFileHandle): Promise<SyncAccessHandle>
     } catch (error) {
       const busy = error instanceof DOMException && error.name === 'NoModificationAllowedError';
       if (!busy || tries >= OPEN_TRIES) throw error;
-      await new Promise((resolve) => setTimeout(resolve, LOCK_WAIT_MS / OPEN_TRIES));
+      await new Promise((resolve) => setTimeout(resolve, OPEN_AGAIN_MS));
     }
   }
 }
@@ -158,6 +177,8 @@ class CacheStore implements Store {
   async remove(prefix: string): Promise<void> {
     for (const name of await this.#names(prefix)) await this.#cache.delete(addressOf(name));
   }
+
+  async sweep(): Promise<void> {} // a response is put as a whole
 
   async #names(prefix: string): Promise<string[]> {
     const start = addressOf('').length;
@@ -253,6 +274,11 @@ export function blobStore(store: Store, locks: Locks): BlobStore {
     put: (name, bytes) => store.put(name, bytes),
     list: async (prefix) => JSON.stringify(await store.list(prefix)),
     remove: (prefix) => store.remove(prefix),
-    lock: (name) => locks.take(name),
+    lock: async (name) => {
+      const taken = await locks.take(name);
+      // Without locks another tab may be writing.
+      if (taken && navigator.locks) await store.sweep(name).catch(() => {});
+      return taken;
+    },
   };
 }

@@ -5,6 +5,7 @@
 // carries the pieces over, each only when the engine asks for it.
 
 import type { EngineResponse, Get } from './engine.js';
+import type { Scattered } from './messages.js';
 import type { FetchFunction } from './types.js';
 
 /** Longest silence: then the connection counts as broken, and the engine asks for the rest anew. */
@@ -18,6 +19,8 @@ export function getter(fetching: FetchFunction, signal: AbortSignal): Get {
     if (signal.aborted) stop();
     signal.addEventListener('abort', stop, { once: true });
     const close = (): void => signal.removeEventListener('abort', stop);
+    /** A page's own `fetch` may give up with an `AbortError` of its own: that is a broken connection, and nobody's stop. */
+    const meant = (error: unknown): unknown => (!signal.aborted && error instanceof Error && error.name === 'AbortError' ? new Error(error.message, { cause: error }) : error);
     try {
       const response = await lively(
         fetching(url, {
@@ -40,7 +43,7 @@ export function getter(fetching: FetchFunction, signal: AbortSignal): Get {
             if (piece && !piece.done) return piece.value;
           } catch (error) {
             close();
-            throw error;
+            throw meant(error);
           }
           close();
           return undefined;
@@ -52,7 +55,7 @@ export function getter(fetching: FetchFunction, signal: AbortSignal): Get {
       };
     } catch (error) {
       close();
-      throw error;
+      throw meant(error);
     }
   };
 }
@@ -73,15 +76,21 @@ async function lively<T>(work: Promise<T>, request: AbortController): Promise<T>
   }
 }
 
-/** Gets the files of one folder each from its own address, and none that has none. */
-export function scattered(get: Get, folder: string, files: Readonly<Record<string, string>>): Get {
+/** Gets the files of one folder each from its own address, and none that has none. The caller's headers go to `origin` only. */
+export function scattered(get: Get, folder: string, { files, origin }: Scattered): Get {
   return async (url, headersJson) => {
     if (!url.startsWith(folder)) return get(url, headersJson);
     const name = decodeURIComponent(url.slice(folder.length));
     const address = Object.hasOwn(files, name) ? files[name] : undefined;
-    if (address !== undefined) return get(address, headersJson);
+    if (address !== undefined) return get(address, new URL(address).origin === origin ? headersJson : ownHeaders(headersJson));
     return { status: 404, headersJson: '{}', next: async () => undefined, cancel: () => {} };
   };
+}
+
+/** What the engine says by itself. */
+function ownHeaders(headersJson: string): string {
+  const { range } = JSON.parse(headersJson) as { range?: string };
+  return JSON.stringify({ range });
 }
 
 // ---- Across a message port -----------------------------------------------------------------------------------------

@@ -95,7 +95,12 @@ export interface LoadOptions {
   contextLength?: number | undefined;
   /** Default `auto`. */
   backend?: Backend | undefined;
-  /** HTTP headers for the files of checkpoint and adapter (`Authorization`, say). They go to the source's own origin only. */
+  /**
+   * HTTP headers for the files (`Authorization`, say). They are sent to the source's own origin only (to the adapter's, if
+   * the source's files were picked): an adapter or a file elsewhere is asked for without them, which `fetch` can change.
+   * Where that origin sends on to another one, as hubs do, the browser follows by itself: it drops `Authorization` on the way
+   * (Chrome before 119 does not), and no other header.
+   */
   headers?: HeadersInit | undefined;
   /** Used in place of the browser's `fetch` for these files, on the page. */
   fetch?: FetchFunction | undefined;

@@ -52,7 +52,8 @@ pub trait Transport {
     /// The body of an answer.
     type Body: Body;
 
-    /// One GET, redirects followed. `private` headers go to `url`'s own origin and never to another one.
+    /// One GET, redirects followed. `private` headers go to `url`'s own origin. Natively never to another one; where a browser
+    /// follows a redirect to another origin, it drops `Authorization` (Chrome before 119 does not) and no other header.
     ///
     /// # Errors
     /// [`Failure::Broken`] only if no answer came; [`Failure::Stopped`].

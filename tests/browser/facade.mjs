@@ -288,20 +288,30 @@ test('façade: loading can be stopped, and then asks for nothing more', async ()
   }
 });
 
-test('façade: disposing of a model ends what runs', async () => {
-  const { running, later } = await inPage(async ({ load, caught }) => {
+test('façade: disposing of a model ends what runs, and is over once for all who asked', async () => {
+  const { running, later, order } = await inPage(async ({ load, caught }) => {
     let later;
     let running;
+    const order = [];
     {
       const model = await load();
       running = caught(model.generate('tell me').result);
-      await model[Symbol.asyncDispose ?? 'dispose']();
+      const worker = Worker.prototype.terminate;
+      Worker.prototype.terminate = function () {
+        order.push('ended');
+        return worker.call(this);
+      };
+      const first = model[Symbol.asyncDispose ?? 'dispose']();
+      await model.dispose();
+      order.push('second');
+      await first;
       later = await caught(model.generate('tell me').result);
     }
-    return { running: await running, later };
+    return { running: await running, later, order };
   });
   expectError(running, 'Aborted', /disposed/);
   expectError(later, 'Aborted', /disposed/);
+  assert.deepEqual(order, ['ended', 'second'], 'the second call did not wait for the worker');
 });
 
 test('façade: a worker that cannot be fetched, one that does not parse, and one from another origin', async () => {
@@ -414,7 +424,7 @@ test('façade: files that were picked, one by one, and each at its own address',
 });
 
 test('façade: the page\'s own fetch is used, piece by piece, and stops with the load', async () => {
-  const { calls, type, failed, stopped, silenced } = await inPage(async ({ load, caught, tiny }) => {
+  const { calls, type, failed, gaveUp, hungUp, stopped, silenced } = await inPage(async ({ load, caught, tiny }) => {
     const calls = [];
     const own = (url, init) => {
       calls.push({ path: new URL(url).pathname, token: init.headers['x-token'], referrer: init.referrerPolicy });
@@ -422,6 +432,10 @@ test('façade: the page\'s own fetch is used, piece by piece, and stops with the
     };
     const model = await load({ fetch: own, headers: { 'x-token': 'open sesame' } });
     const failed = await caught(load({ fetch: () => Promise.reject(new TypeError('the proxy is down')) }));
+    // An `AbortError` of its own making is nobody's stop: before an answer, and in the middle of one.
+    const gaveUp = await caught(load({ fetch: () => Promise.reject(new DOMException('the proxy took too long', 'AbortError')) }));
+    const torn = () => new ReadableStream({ pull: (out) => out.error(new DOMException('the proxy hung up', 'AbortError')) });
+    const hungUp = await caught(load({ fetch: async (url, init) => (url.endsWith('/model.safetensors') ? new Response(torn(), { headers: { 'content-length': '100000' } }) : fetch(url, init)) }));
     const stop = new AbortController();
     let silenced = false;
     const endless = async (url, init) => {
@@ -431,19 +445,21 @@ test('façade: the page\'s own fetch is used, piece by piece, and stops with the
     };
     const stopped = await caught(load({ fetch: endless, signal: stop.signal, onProgress: (p) => p.phase === 'download' && stop.abort() }));
     await new Promise((resolve) => setTimeout(resolve, 100));
-    return { calls, type: model.info.modelType, failed, stopped, silenced, tiny };
+    return { calls, type: model.info.modelType, failed, gaveUp, hungUp, stopped, silenced, tiny };
   });
   assert.equal(type, 'llama');
   assert.ok(calls.some(({ path }) => path.endsWith('/model.safetensors')));
   for (const { token, referrer } of calls) assert.deepEqual([token, referrer], ['open sesame', 'no-referrer']);
   expectError(failed, 'Fetch', /the proxy is down/);
+  expectError(gaveUp, 'Fetch', /the proxy took too long/);
+  expectError(hungUp, 'Internal', /the proxy hung up/); // the double does not try again, and has no words for it
   expectError(stopped, 'Aborted', /signal/);
   assert.equal(silenced, true, 'the page goes on fetching');
 });
 
 for (const [where, worker] of [['the origin private file system', 'worker.js'], ['the cache', 'no-files-worker.js']]) {
   test(`façade: what is stored in ${where} can be listed, measured and deleted`, async () => {
-    const { lists, sizes, deleted, warnings, persist } = await inPage(async ({ load, storage, availability, tiny, argument }) => {
+    const { lists, sizes, deleted, warnings } = await inPage(async ({ load, storage, availability, tiny, argument }) => {
       const warnings = [];
       const options = { workerUrl: `/tests/browser/double/${argument}`, onWarning: (warning) => warnings.push(warning) };
       const lists = [await storage.list()];
@@ -458,7 +474,7 @@ for (const [where, worker] of [['the origin private file system', 'worker.js'], 
       lists.push(await storage.list());
       deleted.push(await storage.delete(lists.at(-1)[0]), await storage.delete());
       lists.push(await storage.list());
-      return { lists, sizes, deleted, warnings, persist: await storage.persist(), tiny };
+      return { lists, sizes, deleted, warnings };
     }, worker);
     assert.deepEqual(lists.map((list) => list.length), [0, 0, 2, 1, 0]);
     assert.deepEqual(lists[2].map(({ source }) => new URL(source).pathname), ['/tests/golden/tiny-llama/', TINY], 'the last used comes first');
@@ -467,6 +483,74 @@ for (const [where, worker] of [['the origin private file system', 'worker.js'], 
     assert.ok(sizes[1] > 0 && sizes[2] === 0);
     assert.deepEqual(deleted, [0, 1, 1, 0]);
     assert.deepEqual(warnings, []);
-    assert.equal(typeof persist, 'boolean');
   });
 }
+
+test('façade: storage.persist tells what the browser decides', async () => {
+  const page = await blankPage('stock');
+  const ask = () => page.evaluate(async () => [await (await import('/pkg/dist/index.js')).storage.persist(), await navigator.storage.persisted()]);
+  assert.deepEqual(await ask(), [false, false]);
+  const session = await page.context().newCDPSession(page);
+  const { targetInfo } = await session.send('Target.getTargetInfo');
+  await session.send('Browser.grantPermissions', { origin: new URL(page.url()).origin, permissions: ['durableStorage'], browserContextId: targetInfo.browserContextId });
+  assert.deepEqual(await ask(), [true, true]);
+});
+
+test('façade: what the browser throws of its storage is typed', async () => {
+  const outcomes = await inPage(async ({ load, caught, storage }) => {
+    await (await load()).dispose();
+    const { entries } = FileSystemDirectoryHandle.prototype;
+    FileSystemDirectoryHandle.prototype.entries = () => {
+      throw new DOMException('the disk is gone', 'UnknownError');
+    };
+    const outcomes = [await caught(storage.list()), await caught(storage.size()), await caught(storage.delete())];
+    FileSystemDirectoryHandle.prototype.entries = entries;
+    FileSystemDirectoryHandle.prototype.removeEntry = () => Promise.reject(new DOMException('it is open', 'NoModificationAllowedError'));
+    StorageManager.prototype.persist = () => Promise.reject(new TypeError('not here'));
+    return [...outcomes, await caught(storage.persist()), await caught(storage.delete()), await caught(storage.list())];
+  });
+  for (const outcome of outcomes.slice(0, 3)) expectError(outcome, 'Unsupported', /refuses its storage.*the disk is gone/);
+  expectError(outcomes[3], 'Unsupported', /not here/);
+  expectError(outcomes[4], 'Busy', /in use/);
+  assert.equal(outcomes[5].value.length, 1);
+});
+
+test('façade: no half-written file stays behind, be it of a write that failed or of a worker that was ended', async () => {
+  const page = await blankPage('stock');
+  const names = () =>
+    page.evaluate(async () => {
+      const found = [];
+      const root = await (await navigator.storage.getDirectory()).getDirectoryHandle('forecall');
+      for await (const folder of root.values()) for await (const [name, file] of folder.entries()) found.push([name, (await file.getFile()).size]);
+      return found.sort();
+    });
+  const put = (name, bytes) =>
+    page.evaluate((asked) => {
+      globalThis.worker ??= new Worker('/tests/browser/store-worker.js', { type: 'module' });
+      return new Promise((resolve) => {
+        worker.onmessage = ({ data }) => resolve(data);
+        worker.postMessage(asked);
+      });
+    }, { name, bytes });
+  assert.equal(await put('entry/blob', 1000), 'put');
+  const session = await page.context().newCDPSession(page);
+  await session.send('Storage.overrideQuotaForOrigin', { origin: new URL(page.url()).origin, quotaSize: 4_000_000 });
+  assert.equal(await put('entry/blob', 40_000_000), 'QuotaExceededError');
+  assert.deepEqual(await names(), [['blob', 1000]]);
+  await session.send('Storage.overrideQuotaForOrigin', { origin: new URL(page.url()).origin });
+  // Control: with room it is replaced.
+  assert.equal(await put('entry/blob', 40_000_000), 'put');
+  assert.deepEqual(await names(), [['blob', 40_000_000]]);
+
+  const { before, after } = await inPage(async ({ load, storage }) => {
+    await (await load()).dispose();
+    const [{ id }] = await storage.list();
+    const folder = await (await (await navigator.storage.getDirectory()).getDirectoryHandle('forecall')).getDirectoryHandle(id);
+    const names = async () => (await Array.fromAsync(folder.keys())).sort();
+    await folder.getFileHandle('weights-1.tmp', { create: true });
+    const before = await names();
+    await (await load()).dispose();
+    return { before, after: await names() };
+  });
+  assert.deepEqual([before, after], [['manifest.json', 'weights-0', 'weights-1.tmp'], ['manifest.json', 'weights-0']]);
+});

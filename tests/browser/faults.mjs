@@ -145,6 +145,7 @@ export async function faultServer(folders, { hashes = {}, cdn = '' } = {}) {
     url: `http://127.0.0.1:${port}`,
     log,
     preflights,
+    sizeOf: (folder, file) => folders[folder][file].size,
     /** Bytes sent of the weights since the log's entry `since`. */
     weightBytes: (since = 0) => log.slice(since).filter(({ file }) => file?.endsWith('.safetensors')).reduce((sum, { sent }) => sum + sent, 0),
     behave: (manner = () => null) => (state.manner = manner),

@@ -199,3 +199,20 @@ test('golden: browsers of 2023, whose adapters have no `info` and refuse limits 
   assert.deepEqual(asked, { vendor: 'someone', architecture: 'some', device: '', description: 'a GPU', fallback: true });
   assert.deepEqual(page.errors, []);
 }, { seconds: 180 });
+
+test('golden: `auto` takes the CPU where the GPU is software, and says why; the GPU where it is one', async () => {
+  for (const [browser, worker, backend, why] of [['stock', undefined, 'cpu', /WebGPU adapter is a software one/], ['lavapipe', '/tests/browser/hardware-worker.js', 'webgpu', /there is a GPU/]]) {
+    const page = await blankPage(browser);
+    const options = { backend: 'auto', adapter: 'none', workerUrl: worker };
+    const { info } = await runRequests(page, '/tests/golden/tiny-llama-tied/', options, []);
+    assert.deepEqual([info.backend, info.engine.backend], [backend, backend], info.backendReason);
+    assert.match(info.backendReason, why);
+    // The page itself cannot know: its adapter says that it is software in both.
+    const [alone, looked] = await page.evaluate(async (options) => {
+      const { availability } = await import('/pkg/dist/index.js');
+      return [await availability(), await availability('/tests/golden/tiny-llama-tied/', options)];
+    }, options);
+    assert.deepEqual([alone.backend, looked.available, looked.backend, looked.reason === null], ['cpu', true, backend, backend === 'webgpu']);
+    assert.deepEqual(page.errors, []);
+  }
+}, { seconds: 120 });

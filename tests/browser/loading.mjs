@@ -4,7 +4,7 @@
 import assert from 'node:assert/strict';
 import fs from 'node:fs';
 import path from 'node:path';
-import { faultServer, folder, madeUpCheckpoint } from './faults.mjs';
+import { COMMIT, faultServer, folder, madeUpCheckpoint } from './faults.mjs';
 import { blankPage, record, ROOT, site, test } from './harness.mjs';
 
 const REPO = 'someone/made-up';
@@ -269,7 +269,7 @@ test('loading: answers that are not the file are refused, by what they are, and 
       [weights(() => ({ ranges: 'wrong', cut: nth++ === 0 ? 9_000_000 : undefined })), 'Fetch', /ranges are broken/],
       [weights(() => (nth++ === 0 ? { cut: 9_000_000 } : { etag: '"2"' })), 'Fetch', /changed on the server/],
       [weights(() => (nth++ === 0 ? { cut: 9_000_000 } : { size: 7 })), 'Fetch', /changed|has 7|bytes/],
-      [weights(() => ({ size: MIDDLE[WEIGHTS].size - 1_000_000, whole: true })), 'BadWeights', /truncated|promises|bytes/],
+      [weights(() => ({ size: MIDDLE[WEIGHTS].size - 1_000_000, whole: true })), 'BadWeights', /model\.safetensors: tensor `model\.layers\.4\.[^`]+` lies at bytes \d+ to \d+ of the data, of which the file has \d+; it is cut short/],
       [() => ({ status: 401 }), 'Fetch', /permission/],
       [() => ({ status: 404 }), 'Fetch', /no config\.json/],
     ];
@@ -367,18 +367,116 @@ test('loading: stored blocks that were damaged are fetched again', async () => {
   });
 }, { seconds: 120 });
 
-test('loading: a repo that moved on is loaded anew; the old copy goes, or stays usable by its revision', async () => {
+test('loading: a repo that moved on is loaded anew and the old copy goes; one that was asked for by its commit stays, offline too', async () => {
   await withServer(async ({ server, page, options }) => {
+    const at = (letter) => server.behave(({ repo, path }) => (repo && path.includes('/revision/main') ? { commit: letter.repeat(40) } : null));
+    const kept = ({ stored }) => stored.map(({ revision, complete }) => `${revision.slice(0, 4)} ${complete}`).sort();
+    at('e');
     const first = await load(page, REPO, options);
     expectLoaded(first);
-    server.behave(({ repo }) => (repo ? { commit: 'f'.repeat(40) } : null));
+    const pinned = await load(page, REPO, { ...options, revision: COMMIT });
+    expectLoaded(pinned, first);
+    assert.deepEqual(kept(pinned), ['0123 true', 'eeee true']);
+    at('f');
     const since = server.log.length;
     const moved = await load(page, REPO, options);
     expectLoaded(moved, first);
     assert.ok(server.weightBytes(since) >= MIDDLE[WEIGHTS].size);
-    assert.ok(moved.stored.some(({ revision, complete }) => revision.startsWith('ffff') && complete), JSON.stringify(moved.stored));
+    assert.deepEqual(kept(moved), ['0123 true', 'ffff true']);
+    await server.stop();
+    const offline = await load(page, REPO, { ...options, revision: COMMIT });
+    expectLoaded(offline, first);
+    assert.deepEqual(kept(offline), ['0123 true', 'ffff true']);
+    // The commit that went is not had any more.
+    expectError(await load(page, REPO, { ...options, revision: 'e'.repeat(40) }), 'Fetch', /cannot be reached|no answer/, false);
+    await server.start();
+  });
+}, { seconds: 120 });
+
+test('loading: headers go to the source\'s own server, not to that of its adapter or of a scattered file', async () => {
+  const files = tiny('tiny-llama-tied');
+  const adapterFiles = Object.fromEntries(Object.entries(files).filter(([file]) => file.startsWith('draft_adapter/')).map(([file, content]) => [file.slice(14), content]));
+  const folders = { 'tiny/model': files, 'tiny/adapter': adapterFiles };
+  const [home, away] = [await faultServer(folders), await faultServer(folders)];
+  try {
+    const page = await blankPage('stock');
+    await page.setContent('<input id="files" type="file" multiple webkitdirectory>');
+    await page.setInputFiles('#files', path.join(ROOT, 'tests/golden/tiny-llama-tied'));
+    const headers = { Authorization: 'Bearer secret', 'X-Token': 'secret' };
+    const model = (server) => `${server.url}/tiny/model/`;
+    const adapter = (server) => `${server.url}/tiny/adapter/`;
+    const scattered = (weights, drafter) => ({
+      ...Object.fromEntries(['config.json', WEIGHTS].map((file) => [file, model(weights) + file])),
+      ...Object.fromEntries(Object.keys(adapterFiles).map((file) => [`draft_adapter/${file}`, adapter(drafter) + file])),
+    });
+    const scatteredAdapter = Object.fromEntries(Object.keys(adapterFiles).map((file) => [file, adapter(away) + file]));
+    // Which of the two hears the headers: all that it is asked for, or nothing.
+    for (const [name, source, options, hears] of [
+      ['adapter elsewhere', model(home), { adapter: adapter(away) }, [home]],
+      ['adapter elsewhere, of a repo', 'tiny/model', { hubUrl: home.url, adapter: adapter(away) }, [home]],
+      ['repo as the adapter of an address elsewhere', model(home), { hubUrl: away.url, adapter: 'tiny/adapter' }, [home]],
+      ['scattered files', scattered(home, away), {}, [home]],
+      ['scattered adapter', model(home), { adapter: scatteredAdapter }, [home]],
+      ['picked files', null, { adapter: adapter(away) }, [away]],
+      // Controls: the same server, the same hub.
+      ['adapter beside', model(home), { adapter: adapter(home) }, [home]],
+      ['two repos', 'tiny/model', { hubUrl: home.url, adapter: 'tiny/adapter' }, [home]],
+      ['scattered at home', scattered(home, home), {}, [home]],
+    ]) {
+      const since = [home, away].map(({ log }) => log.length);
+      const outcome = await load(page, source, { store: false, headers, ...options }, { tokens: 1 });
+      assert.equal(outcome.error, undefined, `${name}: ${JSON.stringify(outcome.error)}`);
+      if (source !== null) assert.notEqual(outcome.info.drafter, null, name);
+      for (const [i, server] of [home, away].entries()) {
+        const heard = server.log.slice(since[i]).map(({ headers }) => [headers.authorization, headers['x-token']]);
+        if (server === away && options.adapter !== undefined && name.includes('elsewhere')) assert.ok(heard.length > 0, name);
+        for (const tokens of heard) assert.deepEqual(tokens, hears.includes(server) ? ['Bearer secret', 'secret'] : [undefined, undefined], `${name}: ${server === home ? 'home' : 'away'}`);
+      }
+    }
+  } finally {
+    await home.stop();
+    await away.stop();
+  }
+}, { seconds: 90 });
+
+test('loading: a load that is stopped while its worker is busy, and begun again at once, is stored', async () => {
+  await withServer(async ({ server, page, options }) => {
+    server.behave(() => ({ slow: 2 }));
+    // A worker that is deaf to `stop`, as one in the middle of a long computation is.
+    await page.evaluate(() => {
+      const post = Worker.prototype.postMessage;
+      Worker.prototype.postMessage = function (command, ...rest) {
+        if (command.type !== 'stop') return post.call(this, command, ...rest);
+      };
+    });
+    const first = load(page, REPO, options, { stopAt: { phase: 'download', bytes: 1 << 20 } });
+    const until = Date.now() + 30_000;
+    while (server.weightBytes() < 2 << 20 && Date.now() < until) await new Promise((resolve) => setTimeout(resolve, 20));
+    const second = await load(page, REPO, options);
+    expectError(await first, 'Aborted', /stopped/, false);
+    expectLoaded(second);
+    assert.deepEqual(codes(second), []);
+    assert.deepEqual(second.stored.map(({ complete }) => complete), [true]);
   });
 }, { seconds: 90 });
+
+test('loading: on the CPU, more than WebAssembly addresses is refused before a byte of a weight is sent', async () => {
+  const shape = { hidden: 4096, ffn: 14_336, heads: 32, kvHeads: 8, layers: 32, vocab: 32_000 };
+  await withServer(async ({ server, page, options }) => {
+    const size = server.sizeOf('big', WEIGHTS);
+    assert.ok(size > 13e9, `${size} bytes`);
+    const big = `${server.url}/big/`;
+    const plain = { ...options, quantize: undefined };
+    const looked = await look(page, big, plain);
+    assert.deepEqual([looked.available, looked.backend, looked.limit], [false, 'cpu', 'WebAssembly'], looked.reason);
+    assert.match(looked.reason, /4294967296/);
+    expectError(await load(page, big, plain), 'Unsupported', /on the CPU this model takes \d+ bytes.*4294967296/);
+    assert.ok(server.weightBytes() < 1 << 20, `${server.weightBytes()} bytes of weights were sent`);
+    // Control: the same checkpoint with fewer layers.
+    const less = await look(page, `${server.url}/less/`, plain);
+    assert.deepEqual([less.available, less.limit], [true, null], less.reason);
+  }, { folders: { big: madeUpCheckpoint(shape), less: madeUpCheckpoint({ ...shape, layers: 4 }) } });
+});
 
 test('loading: golden checkpoints by address, from a hub with their adapter, and picked: the reference\'s ids each time', async () => {
   const name = 'tiny-llama-tied';

@@ -203,6 +203,7 @@ export function startDouble() {
         quantization: options.quantize ? `${options.quantize.slice(1)}-bit, groups of 64` : 'as published',
         tokenizer: true,
         drafter,
+        backend: options.backend === 'cpu' || (options.backend === 'auto' && options.adapter.software) ? 'cpu' : 'webgpu',
         fits,
         reason: fits ? null : `the head takes 4 TB in one buffer, this device binds ${binding}`,
         limit: fits ? null : 'maxBufferSize',
