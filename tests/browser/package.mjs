@@ -100,7 +100,7 @@ test('package: the tarball holds what exports name, no sources, no scripts, no d
   assert.deepEqual([manifest.scripts, manifest.dependencies, manifest.type], [undefined, undefined, 'module']);
 });
 
-test('package: sizes stay small, and no address of a third party is in the code', () => {
+test('package: sizes stay small, and no address of a third party is in the code but that of the hub, which repo ids mean', () => {
   const sources = fs.readdirSync(path.join(PKG, 'dist')).filter((name) => name.endsWith('.js')).map((name) => path.join(PKG, 'dist', name));
   const glue = path.join(PKG, 'wasm', 'forecall.js');
   const text = [...sources, glue].map((file) => fs.readFileSync(file, 'utf8')).join('\n');
@@ -112,5 +112,5 @@ test('package: sizes stay small, and no address of a third party is in the code'
   assert.ok(sizes.js.gzip < 40_000, `the JavaScript has ${sizes.js.gzip} bytes gzipped`);
   assert.ok(sizes.wasm.gzip < 1_500_000, `the wasm has ${sizes.wasm.gzip} bytes gzipped`);
   const addresses = text.match(/https?:\/\/[\w.-]+/g) ?? [];
-  assert.deepEqual(addresses.filter((address) => !/(developer\.mozilla|rustwasm)/.test(address)), []);
+  assert.deepEqual(addresses.filter((address) => !/(developer\.mozilla|rustwasm)/.test(address)), ['https://huggingface.co']);
 });
