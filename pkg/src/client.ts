@@ -5,12 +5,19 @@ import { Generation, type GenerationSink } from './generation.js';
 import type { EnginePreflight } from './engine.js';
 import type { Command, Event, GenerateRequest } from './messages.js';
 import type { LoadCall } from './options.js';
-import { STOP_MS } from './patience.js';
 import { answerGets, getter } from './transport.js';
 import type { GenerateResult, LoadProgress, ModelInfo, Warning } from './types.js';
 
 /** How long a worker may take to free the device before it is ended regardless. */
 const DISPOSE_MS = 3000;
+
+/** How long a stopped load may take to note where it stopped; without that note, what it had stored still counts. */
+const STOP_MS = 2000;
+/**
+ * Loads of this page that were stopped and are not over yet. The next load waits for them: they hold the lock of what it may
+ * want to store, and are still noting how far they came.
+ */
+const stopping = new Set<Promise<unknown>>();
 
 /** Who hears of a load. */
 export interface LoadListeners {
@@ -92,16 +99,18 @@ export class Client {
       this.#send({ type: 'stop' });
       // Then it is cut off with its worker: connections, wasm memory and the device go with it.
       patience = setTimeout(() => this.#end(stopped()), STOP_MS);
+      if (type === 'load') stopping.add(loading);
     };
     const loading = new Promise<T>((resolve, reject) => {
       const ignore = (): void => {};
       this.#load = { loaded: ignore, looked: ignore, reject: (error) => reject(signal?.aborted ? stopped() : error), listeners };
       hear(this.#load, resolve);
-      this.#send({ type, request, port }, port ? [port] : []);
-      if (signal?.aborted) onAbort();
-      else signal?.addEventListener('abort', onAbort, { once: true });
     });
+    void Promise.allSettled([...stopping]).then(() => this.#send({ type, request, port }, port ? [port] : []));
+    if (signal?.aborted) onAbort();
+    else signal?.addEventListener('abort', onAbort, { once: true });
     return loading.finally(() => {
+      stopping.delete(loading);
       clearTimeout(patience);
       signal?.removeEventListener('abort', onAbort);
       over.abort();

@@ -5,10 +5,11 @@
 // API holds them.
 
 import type { BlobStore } from './engine.js';
-import { LOCK_WAIT_MS } from './patience.js';
 
 /** Name of the folder, of the cache, and of all locks. */
 const NAME = 'forecall';
+/** How long a lock is waited for: a worker that was just ended lets go of it at once. */
+const LOCK_WAIT_MS = 1000;
 /** A file that another worker has open is tried so often, and again after so long. */
 const OPEN_TRIES = 20;
 const OPEN_AGAIN_MS = 50;

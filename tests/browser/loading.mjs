@@ -452,11 +452,14 @@ test('loading: a load that is stopped while its worker is busy, and begun again 
     const first = load(page, REPO, options, { stopAt: { phase: 'download', bytes: 1 << 20 } });
     const until = Date.now() + 30_000;
     while (server.weightBytes() < 2 << 20 && Date.now() < until) await new Promise((resolve) => setTimeout(resolve, 20));
+    const since = server.log.length;
     const second = await load(page, REPO, options);
     expectError(await first, 'Aborted', /stopped/, false);
     expectLoaded(second);
     assert.deepEqual(codes(second), []);
     assert.deepEqual(second.stored.map(({ complete }) => complete), [true]);
+    const [weights] = server.log.slice(since).filter(({ file }) => file === WEIGHTS);
+    assert.ok(weights.from > 0, 'it did not go on where the first was ended');
   });
 }, { seconds: 90 });
 
