@@ -441,7 +441,7 @@ test('loading: headers go to the source\'s own server, not to that of its adapte
 
 test('loading: a load that is stopped while its worker is busy, and begun again at once, is stored', async () => {
   await withServer(async ({ server, page, options }) => {
-    server.behave(() => ({ slow: 2 }));
+    server.behave(() => ({ slow: 10 }));
     // A worker that is deaf to `stop`, as one in the middle of a long computation is.
     await page.evaluate(() => {
       const post = Worker.prototype.postMessage;
@@ -453,6 +453,7 @@ test('loading: a load that is stopped while its worker is busy, and begun again 
     const until = Date.now() + 30_000;
     while (server.weightBytes() < 2 << 20 && Date.now() < until) await new Promise((resolve) => setTimeout(resolve, 20));
     const since = server.log.length;
+    server.behave();
     const second = await load(page, REPO, options);
     expectError(await first, 'Aborted', /stopped/, false);
     expectLoaded(second);
