@@ -44,6 +44,14 @@ const record = { page: location.origin + location.pathname, model: null, options
 const show = (element, visible) => {
   element.hidden = !visible;
 };
+const visible = (element) => element.getClientRects().length > 0;
+/** Where the focus went with what had it, gives it to the first of these that can have it. */
+function refocus(...ids) {
+  const { activeElement: held, body } = document;
+  if (held && held !== body && visible(held)) return;
+  const next = [...ids, 'another-title'].map($).find((element) => visible(element) && !element.disabled);
+  next?.focus({ preventScroll: true });
+}
 const announce = (text) => {
   $('status').textContent = text;
 };
@@ -106,7 +114,7 @@ function showDevice({ device, backend, available, reason }) {
   const size = device.subgroupMinSize === device.subgroupMaxSize ? device.subgroupMinSize : `${device.subgroupMinSize} to ${device.subgroupMaxSize}`;
   showFacts($('device-facts'), [
     ['GPU adapter', adapter ? name || 'not named by the browser' : 'none'],
-    ['16-bit floats', adapter && (device.shaderF16 ? 'yes' : 'no, 32-bit is used')],
+    ['16-bit floats', adapter && (device.shaderF16 ? 'yes' : 'no')],
     ['Subgroups', adapter && (device.subgroups ? `yes, of ${size}` : 'no')],
     ['Largest binding', limits && bytes(limits.maxStorageBufferBindingSize)],
     ['Largest buffer', limits && bytes(limits.maxBufferSize)],
@@ -123,6 +131,15 @@ function decoded(text) {
   }
 }
 
+/** `text` as an address; `null` where it is none, as a repo id is not. */
+function addressOf(text) {
+  try {
+    return new URL(text);
+  } catch {
+    return null;
+  }
+}
+
 /** What to call the model, where it is from, and whether somebody else than this server hears of it. */
 function placeOf(source) {
   if (typeof source !== 'string') {
@@ -130,11 +147,21 @@ function placeOf(source) {
     return { name: folder, from: 'the files you picked', foreign: false };
   }
   const name = sourceName(source);
-  if (!URL.canParse(name)) return { name, from: options.hubUrl ? new URL(options.hubUrl).host : 'the Hugging Face hub', foreign: true };
-  const url = new URL(name);
+  const url = addressOf(name);
+  if (!url) return { name, from: addressOf(options.hubUrl)?.host ?? (options.hubUrl ? 'another hub' : 'the Hugging Face hub'), foreign: true };
   const ours = url.origin === location.origin;
   const folder = decoded(url.pathname.split('/').at(-2) ?? '') || url.host;
   return { name: name === sourceName(DEMO_MODEL) ? DEMO_NAME : folder, from: ours ? 'this server' : url.host, foreign: !ours };
+}
+
+/** The same of the model and of the draft adapter that the page's address may name. */
+function placesOf(source) {
+  const place = placeOf(source);
+  const { adapter } = options;
+  if (!adapter || adapter === 'none') return place;
+  const drafter = placeOf(adapter);
+  if (!drafter.foreign) return place;
+  return { ...place, from: drafter.from === place.from ? place.from : `${place.from}, and its draft adapter from ${drafter.from}`, foreign: true };
 }
 
 function showSize(from) {
@@ -167,7 +194,7 @@ async function look({ ask = false } = {}) {
   showError($('load-error'), null);
   $('warnings').replaceChildren();
   try {
-    const { name, from, foreign } = placeOf(source);
+    const { name, from, foreign } = placesOf(source);
     record.model = name;
     $('model-name').textContent = name;
     $('model-size').textContent = 'Asking for its size…';
@@ -260,8 +287,9 @@ async function forget(entry) {
     showError($('load-error'), error, 'It could not be deleted.');
   }
   await showStored();
-  ($('stored').hidden ? $('load') : $('stored-title')).focus();
+  if (visible($('stored-title'))) refocus('stored-title');
   if (!model && !loading) await look({ ask: found?.download !== null });
+  refocus('load', 'ask', 'prompt');
 }
 
 async function persist() {
@@ -326,17 +354,17 @@ async function startLoading() {
     model = loaded;
     record.loadMs = Math.round(performance.now() - started);
     showLoaded(performance.now() - started);
+    endLoading();
   } catch (error) {
     // Another model was chosen while this one stopped.
     if (loading !== mine) return;
+    endLoading();
     show($('load-row'), true);
     if (error.code === 'Aborted') {
       announce('Loading was cancelled');
-      look({ ask: true });
+      await look({ ask: true });
     } else showError($('load-error'), error, 'The model could not be loaded.');
-    if (focused) $('load').focus();
-  } finally {
-    if (loading === mine) endLoading();
+    refocus('load', 'ask');
   }
 }
 
@@ -390,7 +418,7 @@ async function unload({ lookAgain = true } = {}) {
   announce('The model is unloaded');
   if (!lookAgain) return;
   await look({ ask: true });
-  $('load').focus();
+  refocus('load', 'ask');
 }
 
 // ---- Generating ----------------------------------------------------------------------------------------------------
@@ -486,7 +514,7 @@ $('load-cancel').addEventListener('click', () => loading?.abort());
 $('unload').addEventListener('click', () => unload());
 $('ask').addEventListener('click', async () => {
   await look({ ask: true });
-  $('load').focus();
+  refocus('load');
 });
 $('source-form').addEventListener('submit', (event) => {
   event.preventDefault();

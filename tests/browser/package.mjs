@@ -4,6 +4,7 @@ import assert from 'node:assert/strict';
 import { execFileSync, spawnSync } from 'node:child_process';
 import fs from 'node:fs';
 import path from 'node:path';
+import { transform } from 'esbuild';
 import { record, ROOT, test } from './harness.mjs';
 
 const PKG = path.join(ROOT, 'pkg');
@@ -98,6 +99,21 @@ test('package: the tarball holds what exports name, no sources, no scripts, no d
   assert.deepEqual(strange, []);
   assert.equal(Object.keys(manifest.exports['.'])[0], 'types');
   assert.deepEqual([manifest.scripts, manifest.dependencies, manifest.type], [undefined, undefined, 'module']);
+});
+
+test('package: the scripts of package and page are in the syntax of Chrome 113, Safari 16.4 and Firefox 120', async () => {
+  const lowered = async (code) => {
+    const to = async (target) => (await transform(code, { target, format: 'esm', supported: { 'regexp-unicode-property-escapes': true } })).code;
+    return (await to(['chrome113', 'safari16.4', 'firefox120'])) !== (await to('esnext'));
+  };
+  const folders = [path.join(PKG, 'dist'), path.join(PKG, 'wasm'), path.join(ROOT, 'www')];
+  const scripts = folders.flatMap((folder) => fs.readdirSync(folder).filter((name) => name.endsWith('.js')).map((name) => path.join(folder, name)));
+  assert.ok(scripts.length > 15, `${scripts.length} scripts`);
+  const newer = [];
+  for (const file of scripts) if (await lowered(fs.readFileSync(file, 'utf8'))) newer.push(path.relative(ROOT, file));
+  assert.deepEqual(newer, []);
+  // Control: syntax that came later.
+  assert.equal(await lowered('using file = open();'), true);
 });
 
 test('package: sizes stay small, and no address of a third party is in the code but that of the hub, which repo ids mean', () => {

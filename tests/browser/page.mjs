@@ -156,6 +156,56 @@ test('page: loading can be cancelled and begun again; unloading frees', async ()
   await loadModel(page);
 });
 
+test('page: whoever works by keyboard is never thrown back to its top', async () => {
+  const page = await openPage();
+  await ready(page);
+  const focused = () => page.evaluate(() => document.activeElement.id || document.activeElement.tagName);
+  const focusedIs = (id) => page.waitForFunction((id) => document.activeElement.id === id, id, { timeout: 5000 }).catch(async () => assert.fail(`the focus is at ${await focused()}, not at ${id}`));
+  let manner = 'slow';
+  await page.route('**/model.safetensors', async (route) => {
+    if (manner === 'slow') await new Promise((resolve) => setTimeout(resolve, 1000));
+    await (manner === 'gone' ? route.abort() : route.continue()).catch(() => {});
+  });
+  await page.focus('#load');
+  await page.keyboard.press('Enter');
+  assert.equal(await focused(), 'load-cancel');
+  await page.keyboard.press('Enter');
+  await focusedIs('load');
+  assert.equal(await page.isEnabled('#load'), true);
+  // Failing gives it back too.
+  manner = 'gone';
+  await page.keyboard.press('Enter');
+  await page.waitForSelector('#load-error:not([hidden])');
+  await focusedIs('load');
+  // Where nothing can be loaded any more, it stays near.
+  manner = 'slow';
+  await page.keyboard.press('Enter');
+  await focusedIs('load-cancel');
+  manner = 'gone';
+  await page.keyboard.press('Enter');
+  await page.waitForSelector('#load-error:not([hidden])');
+  await focusedIs('another-title');
+  manner = 'quick';
+  await page.goto(`${await site()}?backend=webgpu`);
+  await loadModel(page);
+  await page.focus('#unload');
+  await page.keyboard.press('Enter');
+  await focusedIs('load');
+  await page.waitForSelector('#stored:not([hidden])');
+  await page.focus('#stored-list button');
+  await page.keyboard.press('Enter');
+  await page.waitForSelector('#stored', { state: 'hidden' });
+  await focusedIs('load');
+  // And it is left alone where it is in use.
+  manner = 'slow';
+  await page.keyboard.press('Enter');
+  await page.focus('#prompt');
+  await page.evaluate(() => document.getElementById('load-cancel').click());
+  await ready(page);
+  assert.equal(await focused(), 'prompt');
+  assert.deepEqual(page.errors, []);
+});
+
 test('page: diagnostics tell device, model and runs, and not the prompt', async () => {
   const page = await openPage({ permissions: ['clipboard-read', 'clipboard-write'] });
   await loadModel(page);
@@ -253,6 +303,27 @@ test('page: a model from another server is not asked for before the click', asyn
   await hub.waitForSelector('#load-error:not([hidden])');
   assert.match(await hub.textContent('#load-error'), /cannot be reached/);
   assert.equal(await hub.isDisabled('#load'), true);
+
+  // The adapter of an address can be elsewhere too, of a model from here.
+  for (const [query, from] of [
+    ['?adapter=http://127.0.0.1:9/adapter/', /From this server, and its draft adapter from 127\.0\.0\.1:9\. Nothing is asked for/],
+    ['?adapter=owner/name', /From this server, and its draft adapter from the Hugging Face hub\. Nothing is asked for/],
+    ['?adapter=owner/name&model=owner/name', /From the Hugging Face hub\. Nothing is asked for/],
+  ]) {
+    const drafted = await openPage({}, { query });
+    await ready(drafted);
+    assert.match(await drafted.textContent('#model-size'), from);
+    const strange = async () => drafted.asked.filter(({ url }) => new URL(url).origin !== new URL(drafted.url()).origin);
+    assert.deepEqual(await strange(), []);
+    if (query.includes('owner')) continue;
+    await drafted.click('#load');
+    await drafted.waitForSelector('#load-error:not([hidden])');
+    assert.match(await drafted.textContent('#load-error'), /cannot be reached at http:\/\/127\.0\.0\.1:9/);
+  }
+  // Control: one beside it needs no leave.
+  const beside = await openPage({}, { query: `?adapter=${DEMO}draft_adapter/` });
+  await ready(beside);
+  assert.match(await beside.textContent('#model-size'), /to download from this server\./);
 });
 
 test('page: another model by its address, in the page\'s own address afterwards; from picked files; one that does not fit', async () => {
@@ -415,4 +486,36 @@ test('page: nonsense in its address is said, and the device is told all the same
   const empty = await openPage({}, { query: '?model=&backend=webgpu' });
   await ready(empty);
   assert.match(await empty.textContent('#model-name'), /SmolLM2/);
+});
+
+test('page: in browsers of 2023 it looks as it should, loads and answers', async () => {
+  // The worker is a browser of 2023 as well.
+  const page = await newPage('stock', { ...DESKTOP, colorScheme: 'dark' });
+  const older = readFileSync(path.join(ROOT, 'tests/browser/older.js'), 'utf8');
+  await page.addInitScript(older);
+  await page.route('**/pkg/dist/worker.js', (route) => route.fulfill({ contentType: 'text/javascript', body: "import '/tests/browser/older.js'; import '/tests/browser/double/worker.js';" }));
+  await page.goto(await site());
+  assert.equal(await page.evaluate(() => URL.canParse), undefined);
+  await ready(page);
+  assert.match(await page.textContent('#device-reason'), /in software only/);
+  await loadModel(page);
+  await page.click('#generate');
+  await page.waitForFunction(() => /finished|limit/.test(document.querySelector('.panel h3')?.textContent ?? ''));
+  assert.deepEqual(page.errors, []);
+});
+
+test('page: colours are there for light and for dark, in every browser', async () => {
+  const css = readFileSync(path.join(ROOT, 'www/style.css'), 'utf8');
+  const shown = {};
+  for (const colorScheme of ['light', 'dark']) {
+    const page = await newPage('stock', { ...DESKTOP, colorScheme });
+    await page.goto(await site());
+    shown[colorScheme] = await page.evaluate(() => [document.body, document.querySelector('.card'), document.querySelector('.primary')].map((element) => [getComputedStyle(element).backgroundColor, getComputedStyle(element).color]));
+  }
+  const [light, dark] = [shown.light.flat(), shown.dark.flat()];
+  for (const [i, colour] of light.entries()) assert.notEqual(colour, dark[i], `${i}`);
+  assert.deepEqual([light[0], dark[0]], ['rgb(246, 246, 249)', 'rgb(17, 18, 24)']);
+  // What came to browsers later than Chrome 113, Safari 16.4 and Firefox 120.
+  const later = /light-dark\(|:has\(|@starting-style|@scope|@property|@view-transition|anchor\(|\bround\(|from var|field-sizing|subgrid|^\s+&/m;
+  assert.doesNotMatch(css, later);
 });
