@@ -18,6 +18,8 @@ const SCHEDULES = {
 const nameOf = (schedule) => SCHEDULES[schedule]?.[0] ?? schedule;
 /** How much of the download is announced to screen readers. */
 const ANNOUNCE_STEP = 0.25;
+/** Silence after which a download is said to wait. */
+const SILENCE_MS = 4000;
 
 const $ = (id) => document.getElementById(id);
 const query = new URLSearchParams(location.search);
@@ -304,10 +306,19 @@ const PHASES = { start: 'Starting', config: 'Reading its description', download:
 function progressView() {
   let announced = 0;
   let downloading = false;
-  return ({ phase, bytes: done, total, rate, pipelines }) => {
-    // Weights go on as they come, so these two take turns; the slower one is shown.
+  let silence;
+  const stop = () => clearTimeout(silence);
+  const waits = () => {
+    $('progress-rate').textContent = 'No bytes for some seconds: waiting for the connection';
+    announce('The download waits for the connection');
+  };
+  const tell = ({ phase, bytes: done, total, rate, pipelines }) => {
+    stop();
     if (phase === 'download') downloading = done < total;
-    else if (phase === 'upload' && downloading) return;
+    else if (phase !== 'upload') downloading = false;
+    if (downloading) silence = setTimeout(waits, SILENCE_MS);
+    // Weights go on as they come, so these two take turns; the slower one is shown.
+    if (phase === 'upload' && downloading) return;
     $('progress-label').textContent = PHASES[phase];
     const bar = $('progress');
     $('progress-amount').textContent = '';
@@ -325,6 +336,7 @@ function progressView() {
       }
     } else bar.removeAttribute('value');
   };
+  return { tell, stop };
 }
 
 function endLoading() {
@@ -338,6 +350,7 @@ async function startLoading() {
   const focused = document.activeElement === $('load');
   const mine = new AbortController();
   loading = mine;
+  looking?.abort();
   const started = performance.now();
   $('model-size').textContent = $('model-size').textContent.replace(/ Nothing is .*$/, '');
   showError($('load-error'), null);
@@ -346,8 +359,8 @@ async function startLoading() {
   $('progress').removeAttribute('value');
   if (focused) $('load-cancel').focus();
   announce('Loading the model');
+  const { tell, stop } = progressView();
   try {
-    const tell = progressView();
     const ifMine = (hear) => (what) => loading === mine && hear(what);
     const loaded = await load(source, { ...options, onProgress: ifMine(tell), onWarning: ifMine(warn), signal: mine.signal });
     if (loading !== mine) return void loaded.dispose();
@@ -363,9 +376,24 @@ async function startLoading() {
     if (error.code === 'Aborted') {
       announce('Loading was cancelled');
       await look({ ask: true });
-    } else showError($('load-error'), error, 'The model could not be loaded.');
+    } else {
+      showError($('load-error'), error, 'The model could not be loaded.');
+      sizeAgain();
+    }
     refocus('load', 'ask');
+  } finally {
+    stop();
   }
+}
+
+/** After a failure, what came until then need not come again. */
+async function sizeAgain() {
+  looking = new AbortController();
+  const { signal } = looking;
+  const looked = await availability(source, { ...options, signal }).catch(() => null);
+  if (signal.aborted || !looked?.available) return;
+  found = looked;
+  showSize(placesOf(source).from);
 }
 
 function showLoaded(ms) {
@@ -373,7 +401,9 @@ function showLoaded(ms) {
   const memory = info.memory.weights + info.memory.cache;
   const stored = Object.keys(info.matrixFormats);
   const quantised = stored.filter((format) => /bit/.test(format));
-  $('model-size').textContent = `Ready in ${duration(ms)}. Runs on the ${info.backend === 'webgpu' ? 'GPU' : 'CPU'}: ${info.backendReason.replace(/\.$/, '')}.`;
+  // On a GPU there is nothing to explain, nor where the address of the page asks for the CPU.
+  const why = info.backend === 'webgpu' || options.backend === 'cpu' ? '' : `: ${info.backendReason.replace(/\.$/, '')}`;
+  $('model-size').textContent = `Ready in ${duration(ms)}. Runs on the ${info.backend === 'webgpu' ? 'GPU' : 'CPU'}${why}.`;
   showFacts($('model-facts'), [
     ['Runs on', `${info.backend === 'webgpu' ? 'WebGPU' : 'the CPU'}${info.subgroups ? ', with subgroups' : ''}`],
     ['Weights', (quantised.length > 0 ? quantised : stored).join('; ')],
@@ -474,6 +504,8 @@ async function generate() {
   const panels = schedules.map((schedule) => new Panel($('panels'), nameOf(schedule), maxTokens));
   show($('legend'), schedules.some((schedule) => schedule !== 'autoregressive' && schedule !== 'block-diffusion'));
   announce('Generating');
+  // On a phone it begins below the screen; the button that stops it stays in sight.
+  if ($('answers').getBoundingClientRect().top > innerHeight - 120) $('answers').scrollIntoView({ block: 'nearest' });
   try {
     const results = [];
     // The second answer must not find the prompt computed by the first.
@@ -482,7 +514,7 @@ async function generate() {
     const [{ tokens, timings }] = results;
     let summary = `Done: ${tokens.length} tokens in ${duration(timings.total)}.`;
     if (results.length === 2) summary += ` Texts identical: ${showComparison(results, schedules) ? 'yes' : 'no'}.`;
-    announce(summary);
+    announce(`${summary} The answer: ${results[0].text ?? ''}`);
   } catch (error) {
     if (error.code === 'Aborted') {
       for (const panel of panels) if (panel.state.textContent === 'waiting') panel.end('not started');
@@ -561,3 +593,4 @@ $('source').value = query.get('model') ?? '';
 if (query.has('model')) $('quantize').value = query.get('quantize') ?? '';
 look();
 showStored();
+window.forecallStarted = true;

@@ -5,9 +5,11 @@ import assert from 'node:assert/strict';
 import { readFileSync } from 'node:fs';
 import { createRequire } from 'node:module';
 import path from 'node:path';
+import { faultServer, madeUpCheckpoint } from './faults.mjs';
 import { DEMO, newPage, ROOT, shoot, site, test } from './harness.mjs';
 
 const AXE = readFileSync(createRequire(import.meta.url).resolve('axe-core/axe.min.js'), 'utf8');
+const WEIGHTS = 'model.safetensors';
 const DESKTOP = { viewport: { width: 1200, height: 900 } };
 const PHONE = { viewport: { width: 360, height: 740 }, hasTouch: true, isMobile: true, deviceScaleFactor: 2 };
 
@@ -131,6 +133,7 @@ test('page: by keyboard alone, and told to screen readers', async () => {
   assert.ok((await page.textContent('.panel .text')).startsWith(stopped));
   const said = await page.evaluate(() => globalThis.said);
   for (const about of [/Loading/, /ready/, /Generating/, /Stopped/, /Done: \d+ tokens/]) assert.ok(said.some((text) => about.test(text)), `never said ${about}: ${said.join(' / ')}`);
+  assert.ok(said.some((text) => /The answer: The lighthouse keeper/.test(text)), 'the answer was not read');
   assert.ok(said.length < 20, 'screen readers are told too much');
   const live = await page.locator('[aria-live], [role=status], [role=alert], [role=log]').evaluateAll((all) => all.map((element) => element.id));
   assert.ok(!live.some((id) => id.startsWith('panel')), 'the stream itself must not be read aloud token by token');
@@ -204,6 +207,70 @@ test('page: whoever works by keyboard is never thrown back to its top', async ()
   await ready(page);
   assert.equal(await focused(), 'prompt');
   assert.deepEqual(page.errors, []);
+});
+
+test('page: a download that falls silent says so, one that failed says what is left, and the button goes on with it', async () => {
+  // The real engine: it stores as it goes, and knows afterwards what it has.
+  const { [WEIGHTS]: weights, ...rest } = madeUpCheckpoint({ hidden: 512, ffn: 2048, heads: 8, kvHeads: 2, layers: 5, vocab: 4096 });
+  const server = await faultServer({ 'some/model': { ...rest, [WEIGHTS]: weights } });
+  try {
+    const page = await newPage('stock', PHONE);
+    await page.goto(`${await site()}?backend=cpu&quantize=q4&model=some/model&hub=${server.url}`);
+    await page.waitForSelector('#ask:not([hidden])');
+    await page.click('#ask');
+    await page.waitForFunction(() => /42 MB to download/.test(document.getElementById('model-size').textContent));
+    const size = weights.size;
+    const button = (text) => page.waitForFunction((text) => document.getElementById('load').textContent === text, text, { timeout: 20_000 });
+    // It breaks in the middle, and then the server refuses.
+    let nth = 0;
+    server.behave(({ file, range }) => (file !== WEIGHTS || /-65535$/.test(range) ? null : nth++ === 0 ? { cut: size >> 1 } : { status: 403 }));
+    assert.equal(await page.textContent('#load'), 'Download and start');
+    await page.click('#load');
+    await page.waitForSelector('#load-error:not([hidden])');
+    assert.match(await page.textContent('#load-error'), /could not be loaded.*permission/);
+    await button('Go on with the download');
+    assert.match(await page.textContent('#model-size'), /MB are here already/);
+    assert.equal(await page.isVisible('#load-error'), true);
+    // It falls silent.
+    server.behave(({ file }) => (file === WEIGHTS ? { stall: size >> 2 } : null));
+    await page.click('#load');
+    await page.waitForFunction(() => /waiting for the connection/.test(document.getElementById('progress-rate').textContent), null, { timeout: 20_000 });
+    await shoot(page, 'phone-12-silent');
+    await expectAccessible(page, 'silent');
+    await page.click('#load-cancel');
+    await button('Go on with the download');
+    server.behave();
+    await page.click('#load');
+    await page.waitForSelector('#generate:not(:disabled)', { timeout: 30_000 });
+    assert.match(await page.textContent('#model-size'), /^Ready in [\d.]+ m?s\. Runs on the CPU\.$/);
+    assert.deepEqual(page.errors, []);
+  } finally {
+    await server.stop();
+  }
+});
+
+test('page: a program that does not start is said, in a browser without modules too', async () => {
+  for (const [route, answer, about] of [
+    ['**/pkg/dist/index.js', { status: 404, body: 'not found' }, /could not be fetched from this server/],
+    ['**/app.js', { contentType: 'text/javascript', body: 'let x = ;' }, /stopped: .*SyntaxError/],
+    ['**/boot.js', { contentType: 'text/javascript', body: `delete HTMLScriptElement.prototype.noModule;\n${readFileSync(path.join(ROOT, 'www/boot.js'), 'utf8')}` }, /too old/],
+  ]) {
+    const page = await newPage('stock', PHONE);
+    await page.route(route, (way) => way.fulfill(answer));
+    // A browser without modules runs none.
+    if (route.includes('boot')) await page.route('**/app.js', (way) => way.fulfill({ contentType: 'text/javascript', body: '' }));
+    await page.goto(await site());
+    await page.waitForSelector('#device-help:not([hidden])');
+    assert.match(await page.textContent('#device-help'), about);
+    assert.equal(await page.textContent('#device-verdict'), 'This page could not start');
+    await expectAccessible(page, route);
+  }
+  // Control: all others start, and then errors are told where they belong.
+  const page = await openPage();
+  await ready(page);
+  await page.evaluate(() => setTimeout(() => { throw new Error('somebody else\'s'); }));
+  await page.waitForTimeout(100);
+  assert.equal(await page.isVisible('#device-help'), false);
 });
 
 test('page: diagnostics tell device, model and runs, and not the prompt', async () => {
