@@ -133,10 +133,12 @@ impl Generation {
         Ok(Progress { tokens, next })
     }
 
-    /// Ends the text from outside, because a stop string was found or the caller wants no more: no call follows.
-    pub fn end(&mut self, reason: FinishReason) {
+    /// Ends the text from outside, because a stop string was found or the caller wants no more: no call follows. `tokens` is
+    /// how many of those emitted are the text's.
+    pub fn end(&mut self, reason: FinishReason, tokens: usize) {
         self.sent = None;
         self.finish = Some(reason);
+        self.counts.tokens = self.counts.tokens.min(tokens);
     }
 
     /// Why the text ended; `None` while it goes on.

@@ -544,8 +544,8 @@ fn a_generation_that_ended_refuses_to_go_on() {
 
     let (mut generation, _) =
         Generation::start(&case.prompt, 0, Some(ADAPTER), &case.options(), &geometry(64), StopRules::default()).unwrap();
-    generation.end(super::stop::FinishReason::Stop);
-    assert_eq!(generation.finish_reason(), Some(FinishReason::Stop));
+    generation.end(FinishReason::Stop, 0);
+    assert_eq!((generation.finish_reason(), generation.counts().tokens), (Some(FinishReason::Stop), 0));
     assert!(generation.advance(&output).is_err());
 }
 

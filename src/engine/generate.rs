@@ -50,7 +50,8 @@ pub struct Generate {
     pub steps: Option<usize>,
     /// Whether end ids are ordinary tokens.
     pub ignore_eos: bool,
-    /// Texts that end the answer and are no part of it.
+    /// Texts that end the answer and are no part of it. The whole text of a special token (`<|endoftext|>`) is met by that
+    /// token, also with `ignore_eos`.
     pub stop: Vec<String>,
     /// Whether what the cache holds of the prompt's beginning (an earlier turn of a chat) is used again. The text is the
     /// same either way, bit for bit; measuring a prompt's cost needs `false`.
@@ -260,7 +261,7 @@ impl Model {
             let (drafted, accepted) = call.map_or((0, 0), |call| (call.drafted, call.accepted));
             let added = answer.add(progress.tokens, accepted, generation.finish_reason())?;
             if added.stopped {
-                generation.end(FinishReason::Stop);
+                generation.end(FinishReason::Stop, answer.tokens.len());
             }
             let part = Part {
                 pieces: added.pieces,
@@ -276,7 +277,8 @@ impl Model {
                 Some(next) if go_on && generation.finish_reason().is_none() => plan = next,
                 Some(_) => {
                     if generation.finish_reason().is_none() {
-                        generation.end(FinishReason::Aborted);
+                        answer.finish()?;
+                        generation.end(FinishReason::Aborted, answer.tokens.len());
                     }
                     break;
                 }
@@ -377,7 +379,7 @@ impl Answer {
                 add(piece.text, i < accepted);
                 if let Some(hit) = piece.stop {
                     stopped = true;
-                    tokens.truncate(hit.tokens.saturating_sub(self.tokens.len()));
+                    tokens.truncate(hit.saturating_sub(self.tokens.len()));
                     break;
                 }
             }
@@ -387,6 +389,14 @@ impl Answer {
         }
         self.tokens.extend_from_slice(&tokens);
         Ok(Added { pieces, tokens, stopped })
+    }
+
+    /// Ends an answer that its reader stopped: what was held back is text now.
+    fn finish(&mut self) -> Result<()> {
+        if let Some((detokenizer, whole)) = &mut self.text {
+            whole.push_str(&detokenizer.finish()?.text);
+        }
+        Ok(())
     }
 }
 
@@ -420,4 +430,84 @@ fn schedule_options(request: &Generate) -> Result<ScheduleOptions> {
             steps: width("number of steps", request.steps)?,
         },
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use pollster::block_on;
+
+    use super::*;
+    use crate::engine::{AdapterFrom, Backend, LoadOptions, Sources};
+    use crate::weights::source::FolderSource;
+
+    /// Continues "every morning" with a model of one token a byte; stops reading after `read` tokens.
+    fn every_morning(schedule: &str, stop: &str, read: usize) -> (Generated, String) {
+        let base = FolderSource::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/tiny-llama-tied")).unwrap();
+        let mut sources = Sources { base, adapter: AdapterFrom::Auto };
+        let options = LoadOptions { backend: Backend::Cpu, ..LoadOptions::default() };
+        let mut model = block_on(Model::load(&mut sources, &options, &mut |_| true)).unwrap();
+        let request = Generate {
+            max_tokens: 20,
+            schedule: Some(schedule.to_owned()),
+            stop: vec![stop.to_owned()],
+            ..Generate::new(Prompt::Text("every morning".to_owned()))
+        };
+        let (mut streamed, mut count) = (String::new(), 0);
+        let done = block_on(model.generate(&request, &mut |part| {
+            streamed.push_str(&part.text());
+            count += part.tokens.len();
+            count < read
+        }));
+        (done.unwrap(), streamed)
+    }
+
+    #[test]
+    fn counts_are_of_the_tokens_that_are_the_text() {
+        for schedule in ["autoregressive", "packed"] {
+            let of = |stop: &str| {
+                let done = every_morning(schedule, stop, usize::MAX).0;
+                (done.counts.tokens, done.tokens.len(), done.finish_reason, done.text.unwrap_or_default())
+            };
+            assert_eq!(of("ker"), (10, 10, FinishReason::Stop, " the ba".to_owned()), "{schedule}");
+            assert_eq!(of("#"), (20, 20, FinishReason::Length, " the baker gets up b".to_owned()), "control");
+        }
+    }
+
+    #[test]
+    fn a_reader_that_stops_gets_the_text_of_all_tokens() {
+        let (done, streamed) = every_morning("autoregressive", "ba#", 7);
+        assert_eq!((done.finish_reason, done.counts.tokens, done.tokens.len()), (FinishReason::Aborted, 7, 7));
+        assert_eq!((streamed.as_str(), done.text.as_deref()), (" the ", Some(" the ba")));
+    }
+
+    fn tokenizer() -> Arc<Tokenizer> {
+        Arc::new(Tokenizer::from_json(include_bytes!("../../tools/demo-model/tokenizer.json")).unwrap())
+    }
+
+    #[test]
+    fn an_answer_that_is_stopped_by_its_reader_has_what_was_held_back() {
+        let tokenizer = tokenizer();
+        for (text, held) in [("so # #", " #"), ("so 👩", "👩")] {
+            let ids = tokenizer.encode(text, false).unwrap();
+            let mut answer = Answer::new(Some(&tokenizer), &[" ##".to_owned()]).unwrap();
+            let added = answer.add(ids.clone(), 0, None).unwrap();
+            let streamed: String = added.pieces.iter().map(|piece| piece.text.as_str()).collect();
+            assert_eq!(format!("{streamed}{held}"), text, "control: something was held back");
+            answer.finish().unwrap();
+            assert_eq!((answer.tokens, answer.text.unwrap().1.as_str()), (ids, text));
+        }
+    }
+
+    #[test]
+    fn a_special_token_given_as_stop_string_ends_the_answer_with_it() {
+        let tokenizer = tokenizer();
+        let ids = tokenizer.encode("to be<|endoftext|> or", false).unwrap();
+        let with = |stop: &str| {
+            let mut answer = Answer::new(Some(&tokenizer), &[stop.to_owned()]).unwrap();
+            let stopped = answer.add(ids.clone(), 2, None).unwrap().stopped;
+            (stopped, answer.tokens.len(), answer.text.unwrap().1)
+        };
+        assert_eq!(with("<|endoftext|>"), (true, 3, "to be".to_owned()));
+        assert_eq!(with("<|im_end|>"), (false, 4, "to be or".to_owned()), "control");
+    }
 }

@@ -9,6 +9,8 @@
 //! - not a run of byte tokens of a byte-fallback decoder, which is decided as a whole;
 //! - not an ending that could be the beginning of a stop string.
 //!
+//! A special token that has no text here is met as a stop string when its whole text is one.
+//!
 //! Promise: the parts, joined, are the full decode of all tokens up to the stop string, however the tokens were grouped.
 //! Downside accepted: an emoji appears one token late.
 
@@ -29,7 +31,8 @@ const CONTEXT: usize = 8;
 pub struct DetokenizerOptions {
     /// Whether special tokens have no text (what one wants to show), or are written out.
     pub skip_special_tokens: bool,
-    /// Text that ends the answer; it is not part of the answer.
+    /// Text that ends the answer; it is not part of the answer. The text of a special token is met by that token, whether
+    /// or not special tokens have text here.
     pub stop: Vec<String>,
 }
 
@@ -38,17 +41,9 @@ pub struct DetokenizerOptions {
 pub struct Piece {
     /// New text, whole characters, possibly none.
     pub text: String,
-    /// Set once a stop string was met. Later tokens are ignored.
-    pub stop: Option<StopHit>,
-}
-
-/// Where a stop string was met.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct StopHit {
-    /// Index in [`DetokenizerOptions::stop`].
-    pub index: usize,
-    /// How many tokens, of all that were pushed, it took to complete the stop string.
-    pub tokens: usize,
+    /// Set once a stop string was met: how many tokens, of all that were pushed, it took to complete it. Later tokens are
+    /// ignored.
+    pub stop: Option<usize>,
 }
 
 /// Turns one answer's tokens into text, part by part.
@@ -65,7 +60,10 @@ pub struct Detokenizer {
     /// Text that is final but not yet given away, because it may begin a stop string or a longer emoji.
     held: String,
     tokens: usize,
-    stop: Option<StopHit>,
+    /// See [`Piece::stop`].
+    stop: Option<usize>,
+    /// Special tokens without text whose text is a stop string.
+    stop_ids: Vec<u32>,
 }
 
 impl Detokenizer {
@@ -77,6 +75,8 @@ impl Detokenizer {
         if let Some(index) = options.stop.iter().position(String::is_empty) {
             return Err(TextError::EmptyStop { index });
         }
+        let ids = options.stop.iter().filter_map(|text| tokenizer.token_to_id(text));
+        let stop_ids = ids.filter(|id| options.skip_special_tokens && tokenizer.is_special(*id)).collect();
         Ok(Self {
             tokenizer,
             options,
@@ -86,6 +86,7 @@ impl Detokenizer {
             held: String::new(),
             tokens: 0,
             stop: None,
+            stop_ids,
         })
     }
 
@@ -100,6 +101,11 @@ impl Detokenizer {
                 break;
             }
             self.tokens += 1;
+            if self.stop_ids.contains(id) {
+                text.push_str(&self.finish()?.text);
+                self.stop = Some(self.tokens);
+                break;
+            }
             self.window.push(*id);
             match self.tokenizer.byte_run(*id, self.options.skip_special_tokens) {
                 ByteRun::GoesOn => self.in_byte_run = true,
@@ -170,8 +176,8 @@ impl Detokenizer {
     /// Takes from `held` what may be given away; at the end of the answer, all of it.
     fn release(&mut self, end: bool) -> String {
         let mut until = self.held.len();
-        if let Some((at, index)) = first_stop(&self.held, &self.options.stop) {
-            self.stop = self.stop.or(Some(StopHit { index, tokens: self.tokens }));
+        if let Some(at) = first_stop(&self.held, &self.options.stop) {
+            self.stop = self.stop.or(Some(self.tokens));
             until = at;
         } else if self.stop.is_none() && !end {
             until = until.min(beginning_of_stop(&self.held, &self.options.stop)).min(growing_picture(&self.held));
@@ -186,14 +192,10 @@ impl Detokenizer {
     }
 }
 
-/// Where the first stop string begins, and which it is: the one that is complete first, the longest of those. So the
-/// answer does not depend on how the text was cut into parts.
-fn first_stop(text: &str, stop: &[String]) -> Option<(usize, usize)> {
-    stop.iter()
-        .enumerate()
-        .filter_map(|(index, s)| text.find(s.as_str()).map(|at| (at + s.len(), at, index)))
-        .min()
-        .map(|(_, at, index)| (at, index))
+/// Where the first stop string begins: the one that is complete first, the longest of those. So the answer does not depend
+/// on how the text was cut into parts.
+fn first_stop(text: &str, stop: &[String]) -> Option<usize> {
+    stop.iter().filter_map(|s| text.find(s.as_str()).map(|at| (at + s.len(), at))).min().map(|(_, at)| at)
 }
 
 /// Where an ending begins that could become a stop string; the length of the text if there is none.
@@ -270,7 +272,7 @@ mod tests {
         options: &DetokenizerOptions,
         ids: &[u32],
         group: &mut dyn FnMut() -> usize,
-    ) -> (Vec<String>, Option<StopHit>) {
+    ) -> (Vec<String>, Option<usize>) {
         let mut detokenizer = Detokenizer::new(tokenizer.clone(), options.clone()).unwrap();
         let (mut parts, mut rest) = (Vec::new(), ids);
         while !rest.is_empty() {
@@ -350,18 +352,14 @@ mod tests {
     }
 
     /// The rule itself, on the whole text: the stop string that is complete first, the longest of those.
-    fn cut(full: &str, stop: &[String]) -> (String, Option<usize>) {
+    fn cut(full: &str, stop: &[String]) -> (String, bool) {
         for end in full.char_indices().map(|(at, c)| at + c.len_utf8()) {
-            let met = stop
-                .iter()
-                .enumerate()
-                .filter(|(_, s)| full[..end].ends_with(s.as_str()))
-                .max_by_key(|(i, s)| (s.len(), usize::MAX - i));
-            if let Some((index, s)) = met {
-                return (full[..end - s.len()].to_owned(), Some(index));
+            let met = stop.iter().filter(|s| full[..end].ends_with(s.as_str())).max_by_key(|s| s.len());
+            if let Some(s) = met {
+                return (full[..end - s.len()].to_owned(), true);
             }
         }
-        (full.to_owned(), None)
+        (full.to_owned(), false)
     }
 
     #[test]
@@ -378,14 +376,13 @@ mod tests {
             let full = tokenizer.decode(&ids, true).unwrap();
             let mut sizes = Random(round + 5);
             let (parts, hit) = stream(&tokenizer, &options, &ids, &mut || 1 + sizes.below(4));
-            let (expected, index) = cut(&full, &stop);
-            assert_eq!(parts.concat(), expected, "{full:?}");
-            assert_eq!(hit.map(|h| h.index), index, "{full:?}");
-            if let Some(hit) = hit {
+            let expected = cut(&full, &stop);
+            assert_eq!((parts.concat(), hit.is_some()), expected, "{full:?}");
+            if let Some(count) = hit {
                 stopped += 1;
-                let before = tokenizer.decode(&ids[..hit.tokens - 1], true).unwrap();
-                let with = tokenizer.decode(&ids[..hit.tokens], true).unwrap();
-                assert!(cut(&before, &stop).1.is_none() && cut(&with, &stop).1.is_some(), "the token that completed it");
+                let before = tokenizer.decode(&ids[..count - 1], true).unwrap();
+                let with = tokenizer.decode(&ids[..count], true).unwrap();
+                assert!(!cut(&before, &stop).1 && cut(&with, &stop).1, "the token that completed it");
             } else {
                 ran_out += 1;
             }
@@ -403,9 +400,28 @@ mod tests {
         let a = tokenizer.token_to_id("a").unwrap();
         assert_eq!(detokenizer.push(&[a]).unwrap().text, "##a");
         let piece = detokenizer.push(&[a, id, id, id, a]).unwrap();
-        assert_eq!(piece, Piece { text: "a".to_owned(), stop: Some(StopHit { index: 0, tokens: 7 }) });
+        assert_eq!(piece, Piece { text: "a".to_owned(), stop: Some(7) });
         assert_eq!(detokenizer.push(&[a]).unwrap().text, "", "nothing comes after a stop");
         assert_eq!(detokenizer.finish().unwrap().text, "");
+    }
+
+    #[test]
+    fn the_text_of_a_special_token_is_met_by_the_token() {
+        let tokenizer = smollm2();
+        let ids = tokenizer.encode("a b##<|endoftext|> c", false).unwrap();
+        let at = ids.iter().position(|id| tokenizer.is_special(*id)).unwrap();
+        for skip_special_tokens in [true, false] {
+            let with = |stop: &str| {
+                // The first half of another stop string is held back when the token comes.
+                let options = DetokenizerOptions { skip_special_tokens, stop: vec!["###".to_owned(), stop.to_owned()] };
+                let (parts, hit) = stream(&tokenizer, &options, &ids, &mut || 2);
+                (parts.concat(), hit)
+            };
+            assert_eq!(with("<|endoftext|>"), ("a b##".to_owned(), Some(at + 1)));
+            assert_eq!(with("a b"), (String::new(), Some(2)), "what comes first");
+            let whole = tokenizer.decode(&ids, skip_special_tokens).unwrap();
+            assert_eq!(with("<|im_end|>"), (whole, None), "control: a special token that does not come");
+        }
     }
 
     #[test]

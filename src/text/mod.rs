@@ -17,7 +17,7 @@ pub mod tokenizer;
 mod tokenizer_check;
 
 pub use chat_template::{ChatRequest, ChatTemplate, TokenizerConfig};
-pub use detokenizer::{Detokenizer, DetokenizerOptions, Piece, StopHit};
+pub use detokenizer::{Detokenizer, DetokenizerOptions, Piece};
 pub use tokenizer::Tokenizer;
 
 /// What can be wrong with text, tokenizer files and templates.
