@@ -36,7 +36,6 @@ fn model() -> forecall::Result<CpuModel> {
         query_scaling: None,
         mask_token_id: None,
         eos_token_ids: vec![],
-        bos_token_id: None,
         draft: None,
         diffusion: None,
         horizon: None,

@@ -63,7 +63,6 @@ impl Tiny {
             query_scaling: None,
             mask_token_id: None,
             eos_token_ids: vec![],
-            bos_token_id: None,
             draft: None,
             diffusion: None,
             horizon: None,

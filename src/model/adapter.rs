@@ -7,7 +7,7 @@
 //! | `logit_shift` | 0: a draft row at p predicts p; 1: p+1 | required |
 //! | `anchor` | `in-block`: the block's first row is the anchor token; `shared`: masks only | `in-block` |
 //! | `mask_embedding` | name of the tensor `[D]` that stands at mask rows | none: the mask token |
-//! | `mask_token_id` | the token that stands at mask rows | the checkpoint's |
+//! | `mask_token_id` | the token that stands at mask rows, no end id; no text holds it then, drafted or not | the checkpoint's |
 //! | `bidirectional` | whether rows of a block see each other both ways | true |
 //! | `adapter_rows` | `draft` | `draft` |
 //!

@@ -198,8 +198,6 @@ pub struct Arch {
     pub mask_token_id: Option<u32>,
     /// Ids that end a text: the union of config and generation config (the tokenizer's stops join at load).
     pub eos_token_ids: Vec<u32>,
-    /// The id a text begins with, where the checkpoint names one.
-    pub bos_token_id: Option<u32>,
     /// How the checkpoint drafts by itself; `None` for plain autoregressive models without an adapter.
     pub draft: Option<DraftRules>,
     /// How the checkpoint decodes by diffusion; `None` if it was not made for that.

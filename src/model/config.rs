@@ -60,15 +60,13 @@ pub fn parse_as(known: Option<&'static Family>, config: &[u8], generation_config
     let mut arch = architecture(model_type, &fields, family)?;
     let mut eos = fields.tokens("eos_token_id")?;
     eos.extend(top.tokens("eos_token_id")?);
-    let mut bos = fields.token("bos_token_id")?;
     if let Some(generation) = &generation {
         eos.extend(generation.tokens("eos_token_id")?);
-        bos = bos.or(generation.token("bos_token_id")?);
     }
     eos.extend(family.end_ids.iter().filter(|&&id| (id as usize) < arch.vocab_size));
     eos.sort_unstable();
     eos.dedup();
-    (arch.eos_token_ids, arch.bos_token_id) = (eos, bos);
+    arch.eos_token_ids = eos;
     Ok(ModelConfig { arch, family, quantization: Quantization::from_config(&top)? })
 }
 
@@ -180,7 +178,6 @@ fn architecture(model_type: &str, fields: &Fields, family: &'static Family) -> R
         query_scaling,
         mask_token_id,
         eos_token_ids: Vec::new(),
-        bos_token_id: None,
         draft,
         diffusion,
         horizon,

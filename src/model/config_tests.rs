@@ -24,13 +24,13 @@ fn arch(fields: Value) -> Arch {
 #[test]
 fn the_demo_model_is_read() {
     let config = include_bytes!("../../tools/demo-model/config.json");
-    let generation = br#"{"eos_token_id": [2, 0], "bos_token_id": 7}"#;
+    let generation = br#"{"eos_token_id": [2, 0]}"#;
     let a = parse(config, Some(generation)).unwrap().arch;
     assert_eq!((a.hidden_size, a.intermediate_size, a.layers.len(), a.vocab_size), (576, 1536, 30, 49152));
     assert_eq!((a.num_attention_heads, a.num_key_value_heads, a.head_dim), (9, 3, 64));
     assert_eq!(a.rope, Rope { theta: 1e5, scaling: RopeScaling::Default });
     assert!(a.tie_word_embeddings && !a.attention_bias && !a.qk_norm && a.draft.is_none());
-    assert_eq!((a.eos_token_ids, a.bos_token_id, a.rms_norm_eps), (vec![0, 2], Some(1), 1e-5));
+    assert_eq!((a.eos_token_ids, a.rms_norm_eps), (vec![0, 2], 1e-5));
     assert!(a.layers.iter().all(|l| *l == Layer { rope: true, window: None }));
 }
 

@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 
 use super::adapter::{self, Adapter};
-use super::arch::DiffusionRules;
+use super::arch::{DiffusionRules, Mask};
 use super::config::{self, ModelConfig};
 use super::families::family_of_tensors;
 use super::fields::{MAX_JSON_BYTES, parse_object};
@@ -137,8 +137,6 @@ pub struct SideFiles {
     pub tokenizer_config: Option<Vec<u8>>,
     /// `chat_template.jinja`.
     pub chat_template: Option<Vec<u8>>,
-    /// The adapter's `adapter_config.json`.
-    pub adapter_config: Option<Vec<u8>>,
 }
 
 /// A checkpoint of which everything is known but the weights.
@@ -243,10 +241,10 @@ pub async fn load_checkpoint<S: ByteSource>(
     if let Some((config, index)) = found {
         let parsed = adapter::parse(&config, &index, &arch, family)?;
         arch.mask_token_id = parsed.mask_token_id.or(arch.mask_token_id);
-        files.adapter_config = Some(config);
         (adapter, adapter_index) = (Some(parsed), index);
     }
     let program = forward::build(arch, adapter.as_ref().map(|a| &a.spec));
+    check_mask(&program, &program.arch.eos_token_ids)?;
     let planned = |origin, index: &TensorIndex| -> Vec<_> {
         index.files.iter().map(|name| PlannedFile { origin, name: name.clone() }).collect()
     };
@@ -331,6 +329,21 @@ fn mask_token(files: &SideFiles, text: &str, vocab_size: usize) -> Result<u32> {
         None => Err(missing(&format!("has no \"{text}\""))),
         Some((id, Ok(at))) if at < vocab_size => Ok(id as u32),
         Some((id, _)) => Err(missing(&format!("gives \"{text}\" the id {id}"))),
+    }
+}
+
+/// Refuses a mask token that ends texts: since no row chooses it, texts would not end.
+///
+/// # Errors
+/// [`Error::BadConfig`].
+pub(crate) fn check_mask(program: &Program, end_ids: &[u32]) -> Result<()> {
+    match program.mask {
+        Some(Mask::Token(id)) if end_ids.contains(&id) => Err(Error::BadConfig(format!(
+            "the mask token {id} (`mask_token_id` of config.json, or of `draft` in {}) is an end id too; a mask is never chosen, so \
+             texts would not end there; expected another token",
+            adapter::CONFIG
+        ))),
+        _ => Ok(()),
     }
 }
 

@@ -471,6 +471,37 @@ fn reads_stay_within_the_batch_size() {
     assert!(largest <= BATCH_BYTES, "{largest}");
 }
 
+/// A mask is never chosen, so a text would not end at it.
+#[test]
+fn a_mask_that_ends_texts_is_refused() {
+    let set = |sources: &mut Sources<MemorySource>, file: &str, field: &str, value: serde_json::Value| {
+        let mut json: serde_json::Value = serde_json::from_slice(&sources.base.files[file]).unwrap();
+        json[field] = value;
+        sources.base.files.insert(file.into(), json.to_string().into_bytes());
+    };
+    let load = |sources: &mut Sources<MemorySource>| {
+        load_memory(sources, LoadOptions::default()).map(|(checkpoint, _)| checkpoint.program.mask)
+    };
+    // The checkpoint's own, and one that an adapter names.
+    let adapters = "linear_spec_lora/adapter_config.json";
+    let draft = |id: u32| serde_json::json!({ "logit_shift": 0, "mask_token_id": id });
+    for (name, file, field) in [("tiny-setdlm", "config.json", "mask_token_id"), ("tiny-nemotron", adapters, "draft")] {
+        for (mask, ends) in [(7, 8), (7, 7), (9, 9)] {
+            let mut sources = memory(name);
+            set(&mut sources, "config.json", "eos_token_id", serde_json::json!([3, ends]));
+            set(&mut sources, file, field, if field == "draft" { draft(mask) } else { mask.into() });
+            let mask_found = load(&mut sources);
+            if mask != ends {
+                assert_eq!(mask_found.unwrap(), Some(Mask::Token(mask)), "control: {name}");
+                continue;
+            }
+            let error = mask_found.unwrap_err();
+            assert_eq!(error.code(), "BadConfig", "{error}");
+            assert!(error.to_string().contains(&format!("mask token {mask} ")), "{error}");
+        }
+    }
+}
+
 #[test]
 fn setdlm_is_recognised_and_its_mask_found() {
     type Edit = fn(&mut Sources<MemorySource>);

@@ -73,8 +73,8 @@ impl Tokenizer {
     }
 
     /// How many tokens there are, added ones included. A model's vocabulary may be padded beyond it.
-    #[must_use]
-    pub fn vocab_size(&self) -> usize {
+    #[cfg(test)]
+    pub(crate) fn vocab_size(&self) -> usize {
         self.inner.get_vocab_size(true)
     }
 
