@@ -224,17 +224,17 @@ fn tokenizer(input: &[u8]) {
 
 fn tokenizer_config(input: &[u8]) {
     let Ok(config) = TokenizerConfig::from_json(input) else { return };
-    if let Ok(template) = ChatTemplate::new(None, &config) {
+    if let Some(template) = ChatTemplate::new(None, &config) {
         let _ = template.render(&ChatRequest::user("hello"));
     }
 }
 
 fn chat_template(input: &[u8]) {
     let files = files(input);
-    let text = |name: &str| files.get(name).map(|bytes| String::from_utf8_lossy(bytes).into_owned());
     let json = |name: &str| files.get(name).and_then(|bytes| serde_json::from_slice::<serde_json::Value>(bytes).ok());
     let config = files.get("tokenizer_config.json").and_then(|bytes| TokenizerConfig::from_json(bytes).ok()).unwrap_or_default();
-    let Ok(template) = ChatTemplate::new(text("chat_template.jinja").as_deref(), &config) else { return };
+    let jinja = files.get("chat_template.jinja").map(Vec::as_slice);
+    let Some(template) = ChatTemplate::new(jinja, &config) else { return };
     let messages = match json("messages.json") {
         Some(serde_json::Value::Array(messages)) => messages,
         _ => ChatRequest::user("hello").messages,

@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 use crate::gpu::{GpuInfo, GpuModel};
 use crate::model::load::Checkpoint;
 use crate::model::program::{Op, Role};
+use crate::text::chat_template::ChatTemplate;
 use crate::weights::packed::Format;
 
 /// What was learned while loading.
@@ -72,7 +73,11 @@ impl Model {
         let arch = &self.program.arch;
         let geometry = self.calls.geometry();
         let slots = u64::from(geometry.context + geometry.scratch);
-        let value = if self.facts.half_cache { 2 } else { 4 };
+        let (kv_precision, value) = match (self.facts.backend, self.facts.half_cache) {
+            ("reference", _) => ("f64", 8),
+            (_, true) => ("f16", 2),
+            (_, false) => ("f32", 4),
+        };
         let kv_bytes = 2 * slots * (arch.layers.len() * arch.kv_size() * value) as u64;
         let default = self.default.options.resolve(self.program.rules(), &geometry).ok();
         let drafter = self.program.draft.map(|rules| {
@@ -108,13 +113,14 @@ impl Model {
             "tie_word_embeddings": arch.tie_word_embeddings,
             "end_ids": self.end_ids,
             "matrix_formats": formats,
-            "kv_precision": if self.facts.half_cache { "f16" } else { "f32" },
+            "kv_precision": kv_precision,
             "drafter": drafter,
             "diffusion": diffusion,
             "default_schedule": default.map(|resolved| resolved.kind().to_string()),
             "default_schedule_reason": self.default.reason,
             "tokenizer": self.tokenizer.is_some(),
-            "chat_template": self.template.is_some(),
+            "chat_template": self.template.as_ref().is_some_and(ChatTemplate::is_usable),
+            "chat_template_error": self.template.as_ref().and_then(ChatTemplate::problem).map(|error| error.to_string()),
             "context_length": self.facts.context,
             "memory_bytes": { "weights": self.facts.weight_bytes, "kv_cache": kv_bytes, "gpu": gpu_memory },
             "backend": self.facts.backend,

@@ -19,8 +19,8 @@ use crate::error::{Error, Result};
 use crate::gpu::footprint::footprint;
 use crate::gpu::{self, DeviceOptions, Gpu, GpuModel, ModelOptions};
 use crate::model::load::{self, Checkpoint, Sources};
+use crate::text::Tokenizer;
 use crate::text::chat_template::{ChatTemplate, TokenizerConfig};
-use crate::text::{TextError, Tokenizer};
 use crate::weights::packed::Format;
 use crate::weights::plan::PlainFormat;
 use crate::weights::source::{ByteSource, Traffic, Warning};
@@ -257,8 +257,9 @@ impl Model {
         let files = &checkpoint.files;
         let tokenizer = files.tokenizer.as_deref().map(Tokenizer::from_json).transpose()?.map(Arc::new);
         let config = files.tokenizer_config.as_deref().map(TokenizerConfig::from_json).transpose()?.unwrap_or_default();
-        let template = chat_template(files.chat_template.as_deref(), &config)?;
+        let template = ChatTemplate::new(files.chat_template.as_deref(), &config);
         let end_ids = end_ids(&checkpoint, &config, tokenizer.as_deref());
+        load::check_mask(&checkpoint.program, &end_ids)?;
 
         let half_cache = half_cache(&checkpoint, options.precision);
         let (mut calls, reason) = open(options, &checkpoint, context, half_cache).await?;
@@ -358,20 +359,6 @@ fn usual_widths(checkpoint: &Checkpoint, model: &GpuModel) -> Vec<usize> {
         _ => 1,
     };
     (1..=most).collect()
-}
-
-/// The checkpoint's chat template; a checkpoint may have none.
-fn chat_template(jinja: Option<&[u8]>, config: &TokenizerConfig) -> Result<Option<ChatTemplate>> {
-    let jinja = jinja
-        .map(|bytes| {
-            std::str::from_utf8(bytes).map_err(|e| Error::BadTokenizer(format!("chat_template.jinja is not UTF-8: {e}")))
-        })
-        .transpose()?;
-    match ChatTemplate::new(jinja, config) {
-        Ok(template) => Ok(Some(template)),
-        Err(TextError::NoTemplate) => Ok(None),
-        Err(error) => Err(error.into()),
-    }
 }
 
 /// Ids that end a text: those of the config and the generation config, and the tokenizer's own end token.

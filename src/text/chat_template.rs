@@ -116,57 +116,88 @@ impl ChatRequest {
     pub fn new(messages: Vec<Json>) -> Self {
         Self { messages, add_generation_prompt: true, ..Self::default() }
     }
+
+    /// What is wrong with the request whatever the template.
+    ///
+    /// # Errors
+    /// [`TextError::Message`] and [`TextError::Variable`] for what is nested too deep, and for a variable that no template
+    /// could read: one under a name that is no identifier, or that the request itself sets.
+    pub fn check(&self) -> Result<(), TextError> {
+        let too_deep = || format!("nested more than {MAX_DEPTH} levels deep");
+        if let Some(index) = self.messages.iter().position(|message| is_deeper(message, MAX_DEPTH)) {
+            return Err(TextError::Message { index, reason: too_deep() });
+        }
+        for (name, value) in &self.variables {
+            let reason = match name.as_str() {
+                "messages" | "add_generation_prompt" => "the request itself sets it; leave it out".to_owned(),
+                // Such a name would stand in front of the functions that guard a template's operators.
+                name if !is_identifier(name) => {
+                    "the name is no identifier, so no template could read it; expected letters (a to z), digits and _".to_owned()
+                }
+                _ if is_deeper(value, MAX_DEPTH) => too_deep(),
+                _ => continue,
+            };
+            return Err(TextError::Variable { name: name.clone(), reason });
+        }
+        Ok(())
+    }
 }
 
-/// A checkpoint's chat templates, parsed.
+fn is_identifier(name: &str) -> bool {
+    name.bytes().all(|c| c.is_ascii_alphanumeric() || c == b'_') && name.bytes().next().is_some_and(|c| !c.is_ascii_digit())
+}
+
+/// A checkpoint's chat templates. One that cannot be used is an error where it is needed, and only there: texts and tokens
+/// need none.
 #[derive(Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
-    /// Name and source, checked to compile. Compiled anew for each prompt, since what is compiled borrows the source.
-    sources: Vec<(String, String)>,
+    /// Name, and the source where it compiles. Compiled anew for each prompt, since what is compiled borrows the source.
+    sources: Vec<(String, Result<String, TextError>)>,
     special_tokens: Vec<(String, String)>,
 }
 
 impl ChatTemplate {
-    /// Parses the templates of a checkpoint: the text of `chat_template.jinja` if it has that file, which goes before
-    /// what stands in `tokenizer_config.json`.
-    ///
-    /// # Errors
-    /// [`TextError::NoTemplate`] if there is none, [`TextError::Template`] if one does not parse.
-    pub fn new(jinja: Option<&str>, config: &TokenizerConfig) -> Result<Self, TextError> {
-        let mut sources = config.chat_templates.clone();
-        if let Some(source) = jinja {
-            sources.retain(|(name, _)| name != DEFAULT);
-            sources.push((DEFAULT.to_owned(), source.to_owned()));
-        }
-        if sources.is_empty() {
-            return Err(TextError::NoTemplate);
-        }
-        for (name, source) in &mut sources {
-            *source = generation_tag::respell(source);
-            if let Err(error) = template_guard::compile(name, source) {
-                return Err(TextError::Template { name: name.clone(), reason: error.to_string() });
-            }
-        }
-        Ok(Self { environment: environment(), sources, special_tokens: config.special_tokens.clone() })
+    /// Parses the templates of a checkpoint: the bytes of `chat_template.jinja` if it has that file, which goes before
+    /// what stands in `tokenizer_config.json`. `None` if there is no template at all.
+    #[must_use]
+    pub fn new(jinja: Option<&[u8]>, config: &TokenizerConfig) -> Option<Self> {
+        let parse = |name: &str, source: &[u8]| {
+            let fail = |reason: String| TextError::Template { name: name.to_owned(), reason };
+            let source = std::str::from_utf8(source).map_err(|e| fail(format!("chat_template.jinja is not UTF-8: {e}")))?;
+            let source = generation_tag::respell(source);
+            template_guard::compile(name, &source).map_err(|e| fail(e.to_string()))?;
+            Ok(source)
+        };
+        let listed = config.chat_templates.iter().filter(|(name, _)| jinja.is_none() || name != DEFAULT);
+        let listed = listed.map(|(name, source)| (name.as_str(), source.as_bytes()));
+        let all = listed.chain(jinja.map(|source| (DEFAULT, source)));
+        let sources: Vec<_> = all.map(|(name, source)| (name.to_owned(), parse(name, source))).collect();
+        let special_tokens = config.special_tokens.clone();
+        (!sources.is_empty()).then(|| Self { environment: environment(), sources, special_tokens })
+    }
+
+    /// Whether there is a template for plain messages, and it compiles.
+    #[must_use]
+    pub fn is_usable(&self) -> bool {
+        self.choose(&ChatRequest::default()).is_ok()
+    }
+
+    /// What is wrong with the template for plain messages, else with the first other one that cannot be used.
+    #[must_use]
+    pub fn problem(&self) -> Option<TextError> {
+        let others = || self.sources.iter().find_map(|(_, source)| source.as_ref().err().cloned());
+        self.choose(&ChatRequest::default()).err().or_else(others)
     }
 
     /// The prompt for a conversation. Encode it with `add_special_tokens` off.
     ///
     /// # Errors
-    /// [`TextError::Message`] if a message is malformed, [`TextError::UnknownTemplate`] for a name that is not there,
-    /// [`TextError::Refused`] if the template raises an exception, [`TextError::Render`] if it fails otherwise.
+    /// [`ChatRequest::check`]'s, [`TextError::Message`] if a message is malformed, [`TextError::UnknownTemplate`] for a name
+    /// that is not there, [`TextError::Template`] if the template does not parse, [`TextError::Refused`] if it raises an
+    /// exception, [`TextError::Render`] if it fails otherwise.
     pub fn render(&self, request: &ChatRequest) -> Result<String, TextError> {
-        for (index, message) in request.messages.iter().enumerate() {
-            if is_deeper(message, MAX_DEPTH) {
-                let reason = format!("nested more than {MAX_DEPTH} levels deep");
-                return Err(TextError::Message { index, reason });
-            }
-        }
-        if let Some((name, _)) = request.variables.iter().find(|(_, value)| is_deeper(value, MAX_DEPTH)) {
-            let reason = format!("the variable is nested more than {MAX_DEPTH} levels deep");
-            return Err(TextError::Render { name: name.clone(), reason });
-        }
+        request.check()?;
         let messages = request
             .messages
             .iter()
@@ -182,8 +213,6 @@ impl ChatTemplate {
         context.extend(request.variables.clone());
         context.insert("messages".to_owned(), Json::Array(messages));
         context.insert("add_generation_prompt".to_owned(), Json::Bool(request.add_generation_prompt));
-        // Names that no template can spell would stand in front of the functions that guard its operators.
-        context.retain(|name, _| name.chars().all(|c| c.is_alphanumeric() || c == '_'));
         let now = request.now;
         let context = minijinja::context! {
             strftime_now => Value::from_function(move |format: &str| strftime(format, now)),
@@ -195,19 +224,20 @@ impl ChatTemplate {
     }
 
     fn choose(&self, request: &ChatRequest) -> Result<(&str, &str), TextError> {
-        let find = |asked: &str| {
-            self.sources.iter().find(|(name, _)| name == asked).map(|(name, source)| (name.as_str(), source.as_str()))
-        };
+        let find = |asked: &str| self.sources.iter().find(|(name, _)| name == asked);
         let unknown = |asked: &str| {
             let known: Vec<_> = self.sources.iter().map(|(name, _)| name.as_str()).collect();
             TextError::UnknownTemplate { asked: asked.to_owned(), known: known.join(", ") }
         };
-        if let Some(asked) = &request.template {
-            return find(asked).ok_or_else(|| unknown(asked));
-        }
-        let tools = request.variables.get("tools").is_some_and(|tools| !tools.is_null());
-        let tool_use = if tools { find("tool_use") } else { None };
-        tool_use.or_else(|| find(DEFAULT)).ok_or_else(|| unknown(DEFAULT))
+        let (name, source) = match &request.template {
+            Some(asked) => find(asked).ok_or_else(|| unknown(asked))?,
+            None => {
+                let tools = request.variables.get("tools").is_some_and(|tools| !tools.is_null());
+                let tool_use = if tools { find("tool_use") } else { None };
+                tool_use.or_else(|| find(DEFAULT)).ok_or_else(|| unknown(DEFAULT))?
+            }
+        };
+        Ok((name, source.as_ref().map_err(TextError::clone)?))
     }
 }
 
@@ -348,13 +378,13 @@ mod tests {
     use serde_json::json;
 
     fn render(source: &str, request: &ChatRequest) -> Result<String, TextError> {
-        ChatTemplate::new(Some(source), &TokenizerConfig::default())?.render(request)
+        ChatTemplate::new(Some(source.as_bytes()), &TokenizerConfig::default()).unwrap().render(request)
     }
 
     #[test]
     fn the_demo_models_prompts_are_the_reference_prompts() {
         let config = TokenizerConfig::from_json(include_bytes!("../../tools/demo-model/tokenizer_config.json")).unwrap();
-        let template = ChatTemplate::new(Some(include_str!("../../tools/demo-model/chat_template.jinja")), &config).unwrap();
+        let template = ChatTemplate::new(Some(include_bytes!("../../tools/demo-model/chat_template.jinja")), &config).unwrap();
         let cases: Json = serde_json::from_str(include_str!("../../tests/data/smollm2/greedy.json")).unwrap();
         for case in cases.as_array().unwrap() {
             let request = ChatRequest::user(case["message"].as_str().unwrap());
@@ -400,7 +430,7 @@ mod tests {
                 template: None,
                 now: Some(now),
             };
-            let made = ChatTemplate::new(None, &config).and_then(|template| template.render(&request));
+            let made = ChatTemplate::new(None, &config).unwrap().render(&request);
             errors += usize::from(case.expected.is_none());
             if made.as_ref().ok() != case.expected.as_ref() {
                 wrong.push(format!("{}\n  expected {:?}\n  made     {made:?}", case.name, case.expected));
@@ -454,7 +484,7 @@ mod tests {
         assert_eq!(template.render(&request).unwrap(), "plain");
         request.template = Some("rag".to_owned());
         assert!(matches!(template.render(&request), Err(TextError::UnknownTemplate { .. })));
-        let file_first = ChatTemplate::new(Some("from the file"), &config).unwrap();
+        let file_first = ChatTemplate::new(Some(b"from the file"), &config).unwrap();
         assert_eq!(file_first.render(&ChatRequest::user("x")).unwrap(), "from the file");
     }
 
@@ -483,7 +513,52 @@ mod tests {
         }
         let mut request = ChatRequest::user("x");
         request.variables.insert("deep".to_owned(), deep);
-        assert!(render("{{ deep }}", &request).is_err());
+        let error = render("{{ deep }}", &request).unwrap_err();
+        assert!(matches!(&error, TextError::Variable { name, .. } if name == "deep"), "{error}");
+        assert_eq!(crate::Error::from(error).code(), "InvalidOption", "the caller's, not the template's");
+    }
+
+    #[test]
+    fn variables_that_no_template_could_read_are_refused() {
+        let with = |name: &str| {
+            let mut request = ChatRequest::user("x");
+            request.variables.insert(name.to_owned(), json!(1));
+            render("{{ messages | length }}{{ enable_thinking }}{{ _size2 }}", &request)
+        };
+        for name in ["messages", "add_generation_prompt", "enable-thinking", "", "2nd", "a b", "//", "a.b", "größe"] {
+            let error = with(name).unwrap_err();
+            assert!(matches!(&error, TextError::Variable { name: named, .. } if named == name), "{error}");
+            assert_eq!(crate::Error::from(error).code(), "InvalidOption", "{name}");
+        }
+        assert_eq!(with("enable_thinking").unwrap(), "11", "control");
+        assert_eq!(with("_size2").unwrap(), "11", "control");
+    }
+
+    #[test]
+    fn a_template_that_cannot_be_used_fails_only_where_it_is_needed() {
+        let of = |jinja: Option<&[u8]>, templates: Json| {
+            let config = TokenizerConfig::from_json(json!({ "chat_template": templates }).to_string().as_bytes()).unwrap();
+            ChatTemplate::new(jinja, &config).unwrap()
+        };
+        let broken = |error: &TextError| matches!(error, TextError::Template { .. });
+        let (plain, mut tools) = (ChatRequest::user("x"), ChatRequest::user("x"));
+        tools.variables.insert("tools".to_owned(), json!([]));
+        let two = |a: &str, b: &str| json!([{"name": "default", "template": a}, {"name": "tool_use", "template": b}]);
+
+        let template = of(None, two("plain", "{% if %}"));
+        assert_eq!((template.render(&plain).unwrap().as_str(), template.is_usable()), ("plain", true));
+        assert!(broken(&template.render(&tools).unwrap_err()) && template.problem().is_some_and(|e| broken(&e)));
+        let template = of(None, two("{% if %}", "tools"));
+        assert_eq!((template.render(&tools).unwrap().as_str(), template.is_usable()), ("tools", false));
+        assert!(broken(&template.render(&plain).unwrap_err()) && template.problem().is_some_and(|e| broken(&e)));
+        // The file goes before, be it good or bad.
+        assert_eq!(of(Some(b"file"), json!("{% if %}")).render(&plain).as_deref(), Ok("file"));
+        let damaged = of(Some(b"\xff"), json!("plain")).render(&plain).unwrap_err();
+        assert!(broken(&damaged) && damaged.to_string().contains("UTF-8"), "{damaged}");
+        let unnamed = of(None, json!([{"name": "rag", "template": "x"}]));
+        assert!(matches!(unnamed.problem(), Some(TextError::UnknownTemplate { .. })) && !unnamed.is_usable());
+        let good = of(None, two("plain", "tools"));
+        assert!(good.is_usable() && good.problem().is_none(), "control");
     }
 
     /// Each makes gigabytes, or runs for hours, or overflows the stack, with few steps.
@@ -640,6 +715,6 @@ mod tests {
         }
         let none = TokenizerConfig::from_json(b"{\"bos_token\": null, \"eos_token\": {\"content\": \"</s>\"}}").unwrap();
         assert_eq!(none.special_tokens, [("eos_token".to_owned(), "</s>".to_owned())]);
-        assert_eq!(ChatTemplate::new(None, &none).unwrap_err(), TextError::NoTemplate);
+        assert!(ChatTemplate::new(None, &none).is_none());
     }
 }

@@ -33,7 +33,7 @@ pub enum TextError {
     /// The chat template does not parse.
     #[error("chat template `{name}`: {reason}")]
     Template {
-        /// Which template, `chat_template` where the checkpoint has only one.
+        /// Which template, `default` where the checkpoint has only one.
         name: String,
         /// The engine's words, with the line.
         reason: String,
@@ -49,11 +49,6 @@ pub enum TextError {
     /// The template refused the messages by calling `raise_exception`.
     #[error("the chat template refuses these messages: {0}")]
     Refused(String),
-    /// The checkpoint has no chat template.
-    #[error(
-        "the checkpoint has no chat template; give the prompt as plain text, or add a chat_template.jinja beside its tokenizer.json"
-    )]
-    NoTemplate,
     /// A template was asked for by a name that the checkpoint does not have, or it has several and none is the default.
     #[error("no chat template named `{asked}`; the checkpoint has {known}")]
     UnknownTemplate {
@@ -68,6 +63,14 @@ pub enum TextError {
         /// Index of the message.
         index: usize,
         /// What was expected and what came.
+        reason: String,
+    },
+    /// A variable for the template is nested too deep, or none that a template could read.
+    #[error("the template variable `{name}`: {reason}")]
+    Variable {
+        /// Its name.
+        name: String,
+        /// What is wrong with it.
         reason: String,
     },
     /// A text could not be turned into ids.
@@ -90,7 +93,7 @@ impl From<TextError> for crate::Error {
             TextError::Message { .. }
             | TextError::EmptyStop { .. }
             | TextError::UnknownTemplate { .. }
-            | TextError::NoTemplate
+            | TextError::Variable { .. }
             | TextError::Refused(_) => Self::InvalidOption(error.to_string()),
             _ => Self::BadTokenizer(error.to_string()),
         }
