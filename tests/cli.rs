@@ -392,6 +392,14 @@ fn folders_and_files_that_are_missing_or_broken() {
     forecall("generate --model /no/such/folder --tokens 1 --schedule pakced", &[]).refused(&["pakced", "autoregressive"]);
     forecall("generate --model /no/such/folder --chat --prompt a --template-variables 1", &[]).refused(&["--template-variables"]);
     forecall(&format!("generate {} --tokens 1", model(TIED)), &["--store", ""]).refused(&["--store"]);
+    // What only says something about the network is not ignored with a folder.
+    let folder = format!("generate {} --tokens 1 --max-tokens 1", model(TIED));
+    forecall(&folder, &["--header", "Authorization: Bearer x"]).refused(&["--header", "folder"]);
+    forecall(&folder, &["--revision", "main"]).refused(&["revision main", "folder"]);
+    forecall(&folder, &["--hub-url", "http://127.0.0.1:9"]).refused(&["--hub-url", "only repositories"]);
+    forecall("info --model http://127.0.0.1:9/x --hub-url http://127.0.0.1:9", &[]).refused(&["--hub-url", "only repositories"]);
+    let hub = ["--hub-url", "http://127.0.0.1:9", "--adapter", "owner/adapter", "--store", "none"];
+    forecall(&folder, &hub).refused(&["http://127.0.0.1:9/"]);
     for file in ["config.json", "model.safetensors"] {
         let copy = Copied::new(TIED);
         std::fs::remove_file(copy.path(file)).unwrap();
@@ -417,9 +425,32 @@ fn folders_and_files_that_are_missing_or_broken() {
     let copy = Copied::new(TIED);
     std::fs::write(copy.path("tokenizer_config.json"), "[]").unwrap();
     copy.generate().refused(&["tokenizer_config.json"]);
+    // A token that would end texts, were it ever chosen.
+    Copied::new("tiny-setdlm-trained")
+        .set("tokenizer_config.json", "eos_token", "<|fim_middle|>".into())
+        .generate()
+        .refused(&["mask token 257", "end id"]);
+}
+
+#[test]
+fn a_chat_template_that_cannot_be_used_is_in_nobodys_way() {
     let copy = Copied::new(TIED);
-    std::fs::write(copy.path("chat_template.jinja"), "{% for %}").unwrap();
-    copy.generate().refused(&["template"]);
+    let info = || forecall(&format!("info {} --json", on_cpu(&copy.0)), &[]).json();
+    let none = info();
+    assert_eq!((&none["chat_template"], &none["chat_template_error"]), (&false.into(), &Value::Null));
+    std::fs::write(copy.path("chat_template.jinja"), "hi").unwrap();
+    let good = info();
+    assert_eq!((&good["chat_template"], &good["chat_template_error"]), (&true.into(), &Value::Null));
+    for template in ["{% for %}".as_bytes(), b"{{ f(*messages) }}", b"\xff"] {
+        std::fs::write(copy.path("chat_template.jinja"), template).unwrap();
+        assert_eq!(copy.generate().code, 0);
+        let text = forecall(&format!("generate {} --max-tokens 2", on_cpu(&copy.0)), &["--prompt", "hi"]);
+        assert_eq!(text.code, 0, "{text:?}");
+        forecall(&format!("generate {} --chat", on_cpu(&copy.0)), &["--prompt", "hi"]).refused(&["chat template"]);
+        let info = info();
+        assert_eq!(info["chat_template"], Value::Bool(false));
+        assert!(info["chat_template_error"].as_str().is_some_and(|error| error.contains("template")), "{info}");
+    }
 }
 
 #[test]
@@ -431,6 +462,12 @@ fn template_variables_reach_the_template() {
     let given = |json: &str| forecall(&chat, &["--prompt", "hi", "--template-variables", json]);
     given(r#"{"enable_thinking": "deeply", "tools": [{"name": " with a spade"}]}"#).refused(&["thinking: deeply with a spade"]);
     given("[1]").refused(&["--template-variables", "JSON object"]);
+    given(r#"{"messages": []}"#).refused(&["`messages`", "leave it out"]);
+    given(r#"{"add_generation_prompt": false}"#).refused(&["`add_generation_prompt`"]);
+    given(r#"{"enable-thinking": false}"#).refused(&["`enable-thinking`", "identifier"]);
+    // Said before a model is looked for.
+    let nowhere = "generate --model /no/such/folder --chat --prompt hi --template-variables";
+    forecall(nowhere, &[r#"{"messages": []}"#]).refused(&["`messages`"]);
     forecall(&format!("generate {} --tokens 1", model(TIED)), &["--template-variables", "{}"]).usage("--template-variables");
 }
 

@@ -73,13 +73,15 @@ mod native {
         /// What runs the model
         #[arg(long, value_enum, default_value = "gpu")]
         backend: BackendArg,
-        /// Storage of the K/V cache; `auto` is f32 for f32 checkpoints and f16 otherwise
+        /// How K/V, and weights that are not quantised, are stored. `auto`: f32 weights stay so, f16 and bf16 become f16
+        /// (values beyond 65504 are cut to that); K/V are f32 if all weights are. The backend `reference` keeps K/V in f64
         #[arg(long, value_enum, default_value = "auto")]
         precision: PrecisionArg,
         /// Positions the K/V cache holds; by default the smaller of the model's and 4096
         #[arg(long, value_name = "N")]
         context: Option<usize>,
-        /// Turn a plain checkpoint's linear weights into affine groups while loading
+        /// Turn a plain checkpoint's linear weights into affine groups while loading; by default they are stored as
+        /// `precision` says
         #[arg(long, value_enum)]
         quantize: Option<QuantizeArg>,
     }
@@ -181,7 +183,8 @@ mod native {
         /// Treat end ids as ordinary tokens
         #[arg(long)]
         ignore_eos: bool,
-        /// Text that ends the answer and is no part of it; may be given several times
+        /// Text that ends the answer and is no part of it, or a special token such as `<|endoftext|>`; may be given several
+        /// times
         #[arg(long, value_name = "TEXT")]
         stop: Vec<String>,
         /// Print one JSON object instead of text
@@ -305,9 +308,21 @@ mod native {
         let hub = args.hub_url.clone().or_else(|| std::env::var("HF_ENDPOINT").ok().filter(|hub| !hub.is_empty()));
         let mut places = Places { revision: args.revision.clone(), hub, headers: args.header.clone(), store };
         let base = native::open(&args.model, &places, Role::Model)?;
-        if let (Either::Right(_), Some(revision)) = (&base, &args.revision) {
+        if let Either::Right(_) = &base {
+            let refuse = |what: &str, why: &str| {
+                Err(Error::InvalidOption(format!("{what} was given with the folder {}; {why}", args.model)))
+            };
+            if let Some(revision) = &args.revision {
+                return refuse(&format!("revision {revision}"), "only repositories have revisions");
+            }
+            if !args.header.is_empty() {
+                return refuse("--header", "headers are for the server of a model from the network");
+            }
+        }
+        let is_repo = |place: &str| is_repo_id(place) && !std::path::Path::new(place).is_dir();
+        if args.hub_url.is_some() && !is_repo(&args.model) && !args.adapter.as_deref().is_some_and(is_repo) {
             return Err(Error::InvalidOption(format!(
-                "revision {revision} was given with the folder {}; only repositories have revisions",
+                "--hub-url was given, but {} is not looked for on a hub; only repositories (owner/name) are",
                 args.model
             )));
         }
@@ -370,11 +385,14 @@ mod native {
         json.map_or_else(
             || Ok(serde_json::Map::new()),
             |json| {
-                serde_json::from_str(json).map_err(|e| {
+                let variables = serde_json::from_str(json).map_err(|e| {
                     Error::InvalidOption(format!(
                         "--template-variables is no JSON object such as {{\"enable_thinking\": false}}: {e}"
                     ))
-                })
+                })?;
+                let request = ChatRequest { variables, ..ChatRequest::default() };
+                request.check()?;
+                Ok(request.variables)
             },
         )
     }

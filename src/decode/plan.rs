@@ -53,8 +53,7 @@ pub struct Row {
     pub choose: bool,
 }
 
-/// Which numerics a call uses. Prompt rows always go through prefill kernels and later rows always through decode
-/// kernels, so that a prompt's K/V does not depend on how many draft rows ride along.
+/// What a call is counted and timed as. Backends do not look at it: a row's numbers are the same in either kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum CallKind {
     /// The call carries prompt rows.
@@ -101,7 +100,7 @@ impl CallPlan {
         Self { kind, rows, pushed, adapter, choose }
     }
 
-    /// Which kernels the call runs through.
+    /// What the call is counted as.
     #[must_use]
     pub fn kind(&self) -> CallKind {
         self.kind

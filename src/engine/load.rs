@@ -57,10 +57,13 @@ impl std::str::FromStr for Backend {
     }
 }
 
-/// How values that are not quantised are stored. Sums are always f32.
+/// How values that are not quantised are stored: plain weights, and K/V. Sums are always f32. The f64 twins keep K/V in f64,
+/// whatever is asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Precision {
-    /// f32 for f32 checkpoints, f16 for all others.
+    /// Weights that the checkpoint has in f32 stay f32, f16 and bf16 become f16; K/V are f32 if all weights are, else f16.
+    /// From bf16 that rounds values below 6.1e-5 and cuts those beyond 65504, far from a language model's weights;
+    /// [`Self::F32`] keeps all as they are.
     #[default]
     Auto,
     /// f32 weights and K/V.
@@ -97,7 +100,7 @@ pub enum Quantize {
 pub struct LoadOptions {
     /// What runs the model.
     pub backend: Backend,
-    /// Storage of plain weights and of K/V.
+    /// How plain weights and K/V are stored.
     pub precision: Precision,
     /// Quantise a plain checkpoint while loading.
     pub quantize: Option<Quantize>,
