@@ -99,8 +99,8 @@ fn every_schedule_writes_the_same_text_on_the_cpu() {
     }
 }
 
-/// Counts do not depend on the machine but for near ties, so the bounds leave room only for those. Published for 50 prompts of
-/// 128 tokens: two-call 1.25, packed 1.60.
+/// Counts do not depend on the machine but for near ties, so the bounds leave room only for those. README.md has the numbers of
+/// 50 prompts of 128 tokens.
 #[test]
 fn packed_takes_fewer_calls_than_two_call_and_two_call_fewer_than_one_a_token() {
     let mut model = cpu();

@@ -4,8 +4,9 @@
 export type Backend = 'auto' | 'webgpu' | 'cpu';
 
 /**
- * How K/V and weights that are not quantised are stored; sums are f32 always. `auto` takes f32 for checkpoints that are f32
- * throughout, else f16, on adapters without `shader-f16` too: there halves are kept in pairs and unpacked in the shader.
+ * How K/V and weights that are not quantised are stored; sums are f32 always. `auto`: weights in f32 stay so, f16 and bf16
+ * become f16 (values beyond 65504 are cut to that); K/V are f32 if all weights are, else f16. On adapters without
+ * `shader-f16` too: there halves are kept in pairs and unpacked in the shader.
  */
 export type Precision = 'auto' | 'f16' | 'f32';
 
@@ -79,7 +80,7 @@ export interface LoadOptions {
   revision?: string | undefined;
   /** Address of a hub other than Hugging Face's: a mirror. */
   hubUrl?: string | URL | undefined;
-  /** Left out: weights are kept as they are. Checkpoints that are quantised already stay so. */
+  /** Left out: weights are stored as `precision` says. Checkpoints that are quantised already stay so. */
   quantize?: Quantize | undefined;
   /** Whether the model is kept in the browser, to be there the next time, offline too. Default true. Picked files are never kept. */
   store?: boolean | undefined;
@@ -143,14 +144,14 @@ export interface GenerateOptions {
   steps?: number | undefined;
   /** Treat end-of-text ids as ordinary tokens. */
   ignoreEos?: boolean | undefined;
-  /** Further variables of the chat template, as plain data: `{ tools: [...], enable_thinking: false }`. */
+  /** Further variables of the chat template, as plain data: `{ tools: [...], enable_thinking: false }`. Names are identifiers; those that the template is given anyway (`messages`, `add_generation_prompt`) are refused. */
   templateVariables?: Record<string, unknown> | undefined;
   /**
    * Use what the cache still holds of the prompt's beginning, as in the next turn of a chat. Default `true`. The text is the
    * same either way; measuring what a prompt costs needs `false`.
    */
   cachePrompt?: boolean | undefined;
-  /** Texts that end the answer and are no part of it. */
+  /** Texts that end the answer and are no part of it. A special token's whole text is met by that token, with `ignoreEos` too. */
   stop?: string | readonly string[] | undefined;
   /** Stops within the calls already submitted. */
   signal?: AbortSignal | undefined;
@@ -227,7 +228,7 @@ export interface ModelInfo {
   vocabSize: number;
   /** Ids that end a text. */
   endIds: number[];
-  /** Whether texts, and messages, can be given as prompts. */
+  /** Whether texts, and messages, can be given as prompts. Where a template cannot be used, `engine.chat_template_error` says why. */
   tokenizer: boolean;
   chatTemplate: boolean;
   /** How the model drafts, with its default widths; `null` if it cannot. */
