@@ -429,7 +429,9 @@ function showLoaded(ms) {
 
 function explainSchedule() {
   const [name, meaning] = SCHEDULES[$('schedule').value];
-  $('schedule-meaning').textContent = `${name}: ${meaning}. ${$('schedule').value === 'block-diffusion' ? 'This model runs no other schedule.' : 'The text is the same with every schedule.'}`;
+  const { backend, drafter, defaultSchedule } = model?.info ?? {};
+  const measured = backend === 'cpu' && drafter && defaultSchedule === $('schedule').value ? ' Of those measured on this device while loading it was the fastest.' : '';
+  $('schedule-meaning').textContent = `${name}: ${meaning}. ${$('schedule').value === 'block-diffusion' ? 'This model runs no other schedule.' : `The text is the same with every schedule.${measured}`}`;
 }
 
 function setReady(ready) {
@@ -458,7 +460,9 @@ async function runOne(panel, schedule, maxTokens, cachePrompt, signal) {
   const text = $('prompt').value;
   // A model that was not made for chats goes on with the text.
   const prompt = model.info.chatTemplate ? [{ role: 'user', content: text }] : text;
-  const generation = model.generate(prompt, { schedule, maxTokens, cachePrompt, signal });
+  // The default comes with widths that were measured, as long as nobody names it.
+  const named = schedule === model.info.defaultSchedule ? undefined : schedule;
+  const generation = model.generate(prompt, { schedule: named, maxTokens, cachePrompt, signal });
   try {
     for await (const part of generation) panel.add(part);
     const result = await generation.result;
@@ -504,8 +508,9 @@ async function generate() {
   const panels = schedules.map((schedule) => new Panel($('panels'), nameOf(schedule), maxTokens));
   show($('legend'), schedules.some((schedule) => schedule !== 'autoregressive' && schedule !== 'block-diffusion'));
   announce('Generating');
-  // On a phone it begins below the screen; the button that stops it stays in sight.
-  if ($('answers').getBoundingClientRect().top > innerHeight - 120) $('answers').scrollIntoView({ block: 'nearest' });
+  // On small screens the answer begins below; the button that stops it stays in sight.
+  const calm = matchMedia('(prefers-reduced-motion: reduce)').matches;
+  if (panels[0].text.getBoundingClientRect().top > innerHeight - 100) $('generate').scrollIntoView({ block: 'start', behavior: calm ? 'auto' : 'smooth' });
   try {
     const results = [];
     // The second answer must not find the prompt computed by the first.

@@ -6,7 +6,7 @@ import { readFileSync } from 'node:fs';
 import { createRequire } from 'node:module';
 import path from 'node:path';
 import { faultServer, madeUpCheckpoint } from './faults.mjs';
-import { DEMO, newPage, ROOT, shoot, site, test } from './harness.mjs';
+import { DEMO, newPage, ROOT, shoot, SHOTS, site, test } from './harness.mjs';
 
 const AXE = readFileSync(createRequire(import.meta.url).resolve('axe-core/axe.min.js'), 'utf8');
 const WEIGHTS = 'model.safetensors';
@@ -273,6 +273,19 @@ test('page: a program that does not start is said, in a browser without modules 
   assert.equal(await page.isVisible('#device-help'), false);
 });
 
+test('page: on a phone the answer is in sight while it comes, and so is the button that stops it', async () => {
+  const page = await openPage({ ...PHONE, viewport: { width: 390, height: 844 } });
+  await loadModel(page);
+  await page.emulateMedia({ reducedMotion: 'reduce' }); // at once, then
+  await page.tap('#generate');
+  await page.waitForFunction(() => document.querySelector('.panel .text')?.textContent.length > 20, null, { polling: 20 });
+  const [label, ...tops] = await page.evaluate(() => [document.getElementById('generate').textContent, ...['#generate', '.panel .text'].map((part) => document.querySelector(part).getBoundingClientRect().top)]);
+  assert.equal(label, 'Stop');
+  assert.ok(tops[0] >= 0 && tops[0] < 60 && tops[1] < 600, `the button is at ${tops[0]}, the text at ${tops[1]}`);
+  await page.screenshot({ path: path.join(SHOTS, 'phone-13-streaming.png') });
+  assert.deepEqual(page.errors, []);
+});
+
 test('page: diagnostics tell device, model and runs, and not the prompt', async () => {
   const page = await openPage({ permissions: ['clipboard-read', 'clipboard-write'] });
   await loadModel(page);
@@ -493,13 +506,14 @@ test('page: one token each is no race; unloading in the middle is no failure', a
     globalThis.cached = [];
     const post = Worker.prototype.postMessage;
     Worker.prototype.postMessage = function (command, ...rest) {
-      if (command.type === 'generate') globalThis.cached.push(command.request.cachePrompt);
+      if (command.type === 'generate') globalThis.cached.push([command.request.cachePrompt, command.request.schedule]);
       return post.call(this, command, ...rest);
     };
   });
   await page.click('#generate');
   await page.waitForSelector('#verdict:not([hidden])');
-  assert.deepEqual(await page.evaluate(() => globalThis.cached), [false, false], 'both compute the prompt');
+  // Both compute the prompt, and the default is left to the engine, which has measured its widths.
+  assert.deepEqual(await page.evaluate(() => globalThis.cached), [[false, null], [false, 'autoregressive']]);
   const strips = await page.$$eval('.strip', (strips) => strips.map((strip) => ({ box: strip.getAttribute('viewBox'), used: strip.getBBox().width / strip.viewBox.baseVal.width })));
   assert.equal(strips[0].box, strips[1].box);
   for (const { used } of strips) assert.ok(used > 0.2 && used <= 1, JSON.stringify(strips));
