@@ -286,6 +286,22 @@ test('page: on a phone the answer is in sight while it comes, and so is the butt
   assert.deepEqual(page.errors, []);
 });
 
+test('page: the bar is seen where the system has colours of its own', async () => {
+  const page = await openPage({ forcedColors: 'active', colorScheme: 'dark', reducedMotion: 'reduce' });
+  await ready(page);
+  const at = async (value) => {
+    await page.evaluate((value) => {
+      document.getElementById('loading').hidden = false;
+      document.getElementById('progress').value = value;
+    }, value);
+    return page.locator('#progress').screenshot();
+  };
+  const [none, some, again] = [await at(0), await at(0.5), await at(0.5)];
+  assert.ok(!none.equals(some), 'a half is drawn like nothing');
+  assert.ok(some.equals(again));
+  assert.deepEqual(page.errors, []);
+});
+
 test('page: diagnostics tell device, model and runs, and not the prompt', async () => {
   const page = await openPage({ permissions: ['clipboard-read', 'clipboard-write'] });
   await loadModel(page);

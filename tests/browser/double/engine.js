@@ -184,6 +184,8 @@ async function isStored(options, io) {
   return Boolean(manifest && JSON.parse(new TextDecoder().decode(manifest)).complete);
 }
 
+const backendOf = ({ backend, adapter }) => (backend === 'cpu' || (backend === 'auto' && adapter.software) ? 'cpu' : 'webgpu');
+
 /** The double as the module that `serve` starts. */
 export function startDouble() {
   const state = {};
@@ -203,7 +205,7 @@ export function startDouble() {
         quantization: options.quantize ? `${options.quantize.slice(1)}-bit, groups of 64` : 'as published',
         tokenizer: true,
         drafter,
-        backend: options.backend === 'cpu' || (options.backend === 'auto' && options.adapter.software) ? 'cpu' : 'webgpu',
+        backend: backendOf(options),
         fits,
         reason: fits ? null : `the head takes 4 TB in one buffer, this device binds ${binding}`,
         limit: fits ? null : 'maxBufferSize',
@@ -270,9 +272,9 @@ export function startDouble() {
         default_schedule_reason: drafter ? 'the model can draft' : 'the model cannot draft',
         context_length: options.contextLength ?? 4096,
         memory_bytes: { weights: size, kv_cache: 94371840 },
-        backend: options.backend === 'cpu' ? 'cpu' : 'webgpu',
-        backend_reason: 'asked for',
-        device: options.backend === 'cpu' ? null : { shader_f16: options.precision !== 'f32', subgroups: options.adapter.subgroups },
+        backend: backendOf(options),
+        backend_reason: options.backend === 'auto' ? 'the adapter says what it is' : 'asked for',
+        device: backendOf(options) === 'cpu' ? null : { shader_f16: options.precision !== 'f32', subgroups: options.adapter.subgroups },
       };
       return modelOf(info, state);
     },
