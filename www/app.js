@@ -18,6 +18,8 @@ const SCHEDULES = {
 const nameOf = (schedule) => SCHEDULES[schedule]?.[0] ?? schedule;
 /** How much of the download is announced to screen readers. */
 const ANNOUNCE_STEP = 0.25;
+/** Characters of an answer that are read out at once; a longer one is for whoever reads it to go through. */
+const READ_OUT = 800;
 /** Silence after which a download is said to wait. */
 const SILENCE_MS = 4000;
 
@@ -519,7 +521,8 @@ async function generate() {
     const [{ tokens, timings }] = results;
     let summary = `Done: ${tokens.length} tokens in ${duration(timings.total)}.`;
     if (results.length === 2) summary += ` Texts identical: ${showComparison(results, schedules) ? 'yes' : 'no'}.`;
-    announce(`${summary} The answer: ${results[0].text ?? ''}`);
+    const text = results[0].text ?? '';
+    announce(text.length <= READ_OUT ? `${summary} The answer: ${text}` : `${summary} The answer is long: it stands behind the form.`);
   } catch (error) {
     if (error.code === 'Aborted') {
       for (const panel of panels) if (panel.state.textContent === 'waiting') panel.end('not started');
