@@ -440,12 +440,16 @@ mod tests {
     use crate::engine::{AdapterFrom, Backend, LoadOptions, Sources};
     use crate::weights::source::FolderSource;
 
-    /// Continues "every morning" with a model of one token a byte; stops reading after `read` tokens.
-    fn every_morning(schedule: &str, stop: &str, read: usize) -> (Generated, String) {
+    /// A model of one token a byte.
+    fn model() -> Model {
         let base = FolderSource::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/tiny-llama-tied")).unwrap();
         let mut sources = Sources { base, adapter: AdapterFrom::Auto };
         let options = LoadOptions { backend: Backend::Cpu, ..LoadOptions::default() };
-        let mut model = block_on(Model::load(&mut sources, &options, &mut |_| true)).unwrap();
+        block_on(Model::load(&mut sources, &options, &mut |_| true)).unwrap()
+    }
+
+    /// Continues "every morning" by 20 tokens; stops reading after `read` of them.
+    fn every_morning(model: &mut Model, schedule: &str, stop: &str, read: usize) -> (Generated, String) {
         let request = Generate {
             max_tokens: 20,
             schedule: Some(schedule.to_owned()),
@@ -463,19 +467,26 @@ mod tests {
 
     #[test]
     fn counts_are_of_the_tokens_that_are_the_text() {
+        let mut model = model();
+        let text = " the baker gets up b";
+        let mut inside = 0;
         for schedule in ["autoregressive", "packed"] {
-            let of = |stop: &str| {
-                let done = every_morning(schedule, stop, usize::MAX).0;
-                (done.counts.tokens, done.tokens.len(), done.finish_reason, done.text.unwrap_or_default())
-            };
-            assert_eq!(of("ker"), (10, 10, FinishReason::Stop, " the ba".to_owned()), "{schedule}");
-            assert_eq!(of("#"), (20, 20, FinishReason::Length, " the baker gets up b".to_owned()), "control");
+            for end in 3..text.len() {
+                let (done, _) = every_morning(&mut model, schedule, &text[end - 3..end], usize::MAX);
+                assert_eq!((done.counts.tokens, done.tokens.len(), done.finish_reason), (end, end, FinishReason::Stop));
+                assert_eq!(done.text.as_deref(), Some(&text[..end - 3]), "{schedule}");
+                let committed = 1 + done.counts.accepted() + done.counts.calls();
+                inside += usize::from(committed > end);
+            }
         }
+        assert!(inside > 3, "control: a stop string ended inside an accepted run {inside} times");
+        let (done, _) = every_morning(&mut model, "packed", "#", usize::MAX);
+        assert_eq!((done.counts.tokens, done.text.as_deref()), (20, Some(text)), "control");
     }
 
     #[test]
     fn a_reader_that_stops_gets_the_text_of_all_tokens() {
-        let (done, streamed) = every_morning("autoregressive", "ba#", 7);
+        let (done, streamed) = every_morning(&mut model(), "autoregressive", "ba#", 7);
         assert_eq!((done.finish_reason, done.counts.tokens, done.tokens.len()), (FinishReason::Aborted, 7, 7));
         assert_eq!((streamed.as_str(), done.text.as_deref()), (" the ", Some(" the ba")));
     }
