@@ -107,8 +107,9 @@ function showDevice({ device, backend, available, reason }) {
     showError($('device-help'), { message: device.reason, code: 'Unsupported' }, 'The model cannot run here.');
     return;
   }
-  verdict.textContent = backend === 'webgpu' ? 'Runs on your GPU' : 'Runs on your CPU, slower than on a GPU';
-  verdict.dataset.state = backend === 'webgpu' ? 'good' : 'fair';
+  const software = device.adapter?.fallback;
+  verdict.textContent = backend === 'cpu' ? 'Runs on your CPU, slower than on a GPU' : software ? 'Runs on a GPU in software, slower than on the CPU itself' : 'Runs on your GPU';
+  verdict.dataset.state = backend === 'webgpu' && !software ? 'good' : 'fair';
   // What is wrong with a model is said beside the model.
   const why = available ? reason : device.reason;
   $('device-reason').textContent = backend === 'cpu' && options.backend !== 'cpu' && why ? why : '';
@@ -405,7 +406,7 @@ function showLoaded(ms) {
   const quantised = stored.filter((format) => /bit/.test(format));
   // On a GPU there is nothing to explain, nor where the address of the page asks for the CPU.
   const why = info.backend === 'webgpu' || options.backend === 'cpu' ? '' : `: ${info.backendReason.replace(/\.$/, '')}`;
-  $('model-size').textContent = `Ready in ${duration(ms)}. Runs on the ${info.backend === 'webgpu' ? 'GPU' : 'CPU'}${why}.`;
+  $('model-size').textContent = `Ready in ${duration(ms)}. Runs on the ${info.backend === 'cpu' ? 'CPU' : found?.device.adapter?.fallback ? 'GPU in software' : 'GPU'}${why}.`;
   showFacts($('model-facts'), [
     ['Runs on', `${info.backend === 'webgpu' ? 'WebGPU' : 'the CPU'}${info.subgroups ? ', with subgroups' : ''}`],
     ['Weights', (quantised.length > 0 ? quantised : stored).join('; ')],

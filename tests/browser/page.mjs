@@ -47,7 +47,7 @@ test('page: nothing of the model is downloaded before a click, and nobody else i
   assert.deepEqual(page.asked.filter(({ url }) => new URL(url).origin !== origin), []);
   assert.match(await page.textContent('#model-size'), /\d+ MB to download from this server\. Nothing is downloaded yet/);
   for (const fact of ['To download', 'Memory it takes', 'Largest binding', 'Weights', 'Drafts']) assert.match(await page.textContent('#file-facts'), new RegExp(fact));
-  assert.match(await page.textContent('#device-verdict'), /Runs on your GPU/);
+  assert.match(await page.textContent('#device-verdict'), /Runs on a GPU in software, slower than on the CPU/);
   for (const fact of ['GPU adapter', '16-bit floats', 'Subgroups', 'Largest binding', 'Main memory']) assert.match(await page.textContent('#device-facts'), new RegExp(fact));
   await loadModel(page);
   assert.deepEqual(page.asked.filter(({ url }) => new URL(url).origin !== origin), []);
@@ -340,6 +340,14 @@ test('page: no GPU is said honestly, before anything is downloaded', async () =>
     await shoot(page, `${name}-6-no-gpu`);
     await expectAccessible(page, 'no GPU');
   }
+});
+
+test('page: a GPU that is one is called that', async () => {
+  const page = await openPage();
+  await page.addInitScript({ path: path.join(ROOT, 'tests/browser/no-fallback.js') });
+  await page.reload();
+  await ready(page);
+  assert.equal(await page.textContent('#device-verdict'), 'Runs on your GPU');
 });
 
 test('page: without a GPU it runs on the CPU, and says why', async () => {
