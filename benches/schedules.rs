@@ -115,12 +115,10 @@ fn options(root: &Path) -> Result<Options> {
         verify_width: None,
         draft_width: None,
     };
-    let mut words = std::env::args().skip(1).filter(|word| word != "--bench");
-    while let Some(name) = words.next() {
-        let value = words.next().ok_or_else(|| Error::InvalidOption(format!("{name} needs a value")))?;
-        let number = || value.parse::<usize>().map_err(|e| Error::InvalidOption(format!("{name} {value}: {e}")));
-        match name.as_str() {
-            "--model" => options.model = PathBuf::from(&value),
+    held_out::options(|name, value| {
+        let number = || held_out::number(name, value);
+        match name {
+            "--model" => options.model = PathBuf::from(value),
             "--backend" => options.backend = value.parse()?,
             "--prompts" => options.prompts = number()?,
             "--tokens" => options.tokens = number()?,
@@ -128,6 +126,7 @@ fn options(root: &Path) -> Result<Options> {
             "--draft-width" => options.draft_width = Some(number()?),
             _ => return Err(Error::InvalidOption(format!("unknown option {name}"))),
         }
-    }
+        Ok(())
+    })?;
     Ok(options)
 }

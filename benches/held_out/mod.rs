@@ -26,6 +26,28 @@ pub fn spread(root: &Path, count: usize) -> Result<Vec<HeldOut>> {
     Ok(all.into_iter().enumerate().filter(|(i, _)| chosen.contains(i)).map(|(_, prompt)| prompt).collect())
 }
 
+/// A bench's options, `--name value` each, in order.
+///
+/// # Errors
+/// [`Error::InvalidOption`] for a name without a value, and whatever `take` says of an option.
+pub fn options(mut take: impl FnMut(&str, &str) -> Result<()>) -> Result<()> {
+    // Cargo itself passes `--bench`.
+    let mut words = std::env::args().skip(1).filter(|word| word != "--bench");
+    while let Some(name) = words.next() {
+        let value = words.next().ok_or_else(|| Error::InvalidOption(format!("{name} needs a value")))?;
+        take(&name, &value)?;
+    }
+    Ok(())
+}
+
+/// The number an option was given.
+///
+/// # Errors
+/// [`Error::InvalidOption`] if it is none.
+pub fn number(name: &str, value: &str) -> Result<usize> {
+    value.parse().map_err(|e| Error::InvalidOption(format!("{name} {value}: {e}")))
+}
+
 /// A bench's end: what failed goes to stderr.
 pub fn exit(outcome: Result<()>) -> std::process::ExitCode {
     match outcome {

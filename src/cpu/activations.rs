@@ -5,7 +5,10 @@
 //! `i32x4.dot_i16x8_s`), so the 256 times finer grid costs nothing there, and the result is as good as f32's. With one scale
 //! per weight group the error of an input is at most `2^-16` of the largest input of its group.
 
+use std::ops::Range;
+
 use super::simd::{Level, Simd, simd_fn};
+use super::threads::{Crew, share};
 
 /// Largest magnitude of a quantised input.
 const LIMIT: f32 = 32767.0;
@@ -40,14 +43,28 @@ pub(super) struct Scale {
 
 impl Quantised {
     /// Quantises the first `k` values of `rows` rows of `from`, which are `stride` apart.
-    pub fn fill(&mut self, level: Level, from: &[f32], stride: usize, rows: usize, k: usize, group: usize) {
+    #[allow(clippy::too_many_arguments, reason = "they are one thing")]
+    pub fn fill(&mut self, crew: &mut Crew, level: Level, from: &[f32], stride: usize, rows: usize, k: usize, group: usize) {
         let groups = k.div_ceil(group);
         (self.group, self.rows) = (group, rows);
         self.pairs.resize(groups * rows * group / 2, 0);
         self.scales.resize(groups * rows, Scale::default());
-        for (r, from) in from.chunks(stride).take(rows).enumerate() {
-            quantise(level, &from[..k], group, rows, &mut self.pairs[r * group / 2..], &mut self.scales[r..]);
+        let part = |inputs: Range<usize>, pairs: &mut [i32], scales: &mut [Scale]| {
+            for (r, from) in from.chunks(stride).take(rows).enumerate() {
+                quantise(level, &from[inputs.clone()], group, rows, &mut pairs[r * group / 2..], &mut scales[r..]);
+            }
+        };
+        // Little work is not worth sharing.
+        let size = share(groups);
+        if size >= groups || rows * k < 4096 {
+            return part(0..k, &mut self.pairs, &mut self.scales);
         }
+        let places = self.pairs.chunks_mut(size * rows * group / 2).zip(self.scales.chunks_mut(size * rows));
+        crew.pieces(&mut places.collect::<Vec<_>>(), 1, |i, places| {
+            for (pairs, scales) in places {
+                part(i * size * group..k.min((i + 1) * size * group), pairs, scales);
+            }
+        });
     }
 }
 
@@ -128,7 +145,7 @@ mod tests {
         let from = Random(3).values(rows * 80);
         for level in Level::all() {
             let mut x = Quantised::default();
-            x.fill(level, &from, 80, rows, k, group);
+            x.fill(&mut Crew::default(), level, &from, 80, rows, k, group);
             for r in 0..rows {
                 let q = |i: usize| {
                     let (pair, high) = [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)][i % 8];
@@ -157,9 +174,9 @@ mod tests {
         let mut from = vec![1.0; 32];
         from[7] = f32::NAN;
         let mut x = Quantised::default();
-        x.fill(Level::best(), &from, 32, 1, 32, 32);
+        x.fill(&mut Crew::default(), Level::best(), &from, 32, 1, 32, 32);
         assert!(x.scales[0].step.is_nan());
-        x.fill(Level::best(), &[0.0; 32], 32, 1, 32, 32);
+        x.fill(&mut Crew::default(), Level::best(), &[0.0; 32], 32, 1, 32, 32);
         assert_eq!((x.scales[0].step, x.scales[0].sum), (0.0, 0.0));
     }
 }

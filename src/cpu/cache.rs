@@ -5,11 +5,14 @@
 //! first block behind the context. f16, or f32 for f32 checkpoints; every row reads what was stored, so it does not matter
 //! whether a key came with this call or long before. A row's reduction runs over its own slots in ascending order.
 
+use std::ops::Range;
+
 use half::f16;
 
 use super::elementwise::{exp, tree};
 use super::matrix::allocate;
-use super::simd::{HalfLine, LANES, Line, Simd, simd_fn};
+use super::simd::{HalfLine, LANES, Level, Line, Simd, simd_fn};
+use super::threads::threads;
 use crate::error::Result;
 use crate::kernels::{CallRow, Heads};
 
@@ -140,54 +143,153 @@ impl LayerCache {
     }
 }
 
+/// Rows of a call that attend together: neighbours whose keys begin at the same slot, as many as the kernel takes at once
+/// (`heads` queries of a row share a key head), or fewer where that leaves threads without work.
+pub(super) fn shared(level: Level, rows: &[CallRow], window: Option<u32>, heads: usize, key_heads: usize) -> Vec<Range<usize>> {
+    let most = level.queries() / heads.max(1);
+    let most = if threads() > 1 { most.min(rows.len() * key_heads / (2 * threads())) } else { most };
+    let mut groups = Vec::new();
+    let mut first = 0;
+    while first < rows.len() {
+        let start = |row: &CallRow| row.cache_from(window).start;
+        let same = rows[first..].iter().take_while(|row| start(row) == start(&rows[first])).count();
+        let parts = same.div_ceil(most.max(1));
+        groups.extend((0..parts).map(|i| first + i * same / parts..first + (i + 1) * same / parts));
+        first += same;
+    }
+    groups
+}
+
+/// Slots that some of the rows see, in the order in which they are summed.
+struct Span {
+    /// Places in the cache.
+    slots: Range<usize>,
+    /// Rows.
+    rows: Range<usize>,
+    /// The first of its lines among a row's scores.
+    line: usize,
+}
+
+impl Span {
+    fn blocks(&self) -> Range<usize> {
+        self.slots.start / LANES..self.slots.end.div_ceil(LANES)
+    }
+}
+
+/// What rows see: first the cache slots common to all, then by runs of rows that see the same the others of the cache, and
+/// scratch. The second result is every row's number of lines.
+fn spans(cache: &LayerCache, rows: &[CallRow], window: Option<u32>) -> (Vec<Span>, Vec<usize>) {
+    let ranges = |row: &CallRow| {
+        [row.cache_from(window), row.scratch.clone()]
+            .map(|r| if r.is_empty() { 0..0 } else { cache.place(r.start)..cache.place(r.end - 1) + 1 })
+    };
+    let all: Vec<[Range<usize>; 2]> = rows.iter().map(ranges).collect();
+    let start = all.iter().map(|[seen, _]| seen.start).max().unwrap_or(0);
+    let end = all.iter().map(|[seen, _]| seen.end).min().unwrap_or(0).max(start);
+    let whole = all.iter().all(|[seen, _]| seen.start == start);
+    let end = if whole { end } else { start };
+    let (mut spans, mut lines) = (Vec::new(), vec![0; rows.len()]);
+    let mut push = |slots: Range<usize>, rows: Range<usize>| {
+        if !slots.is_empty() {
+            let span = Span { slots, line: lines[rows.start], rows };
+            lines[span.rows.clone()].iter_mut().for_each(|lines| *lines += span.blocks().len());
+            spans.push(span);
+        }
+    };
+    push(start..end, 0..rows.len());
+    let mut first = 0;
+    for run in all.chunk_by(|a, b| a == b) {
+        let rows = first..first + run.len();
+        let [seen, scratch] = run[0].clone();
+        push(if whole { end..seen.end } else { seen }, rows.clone());
+        push(scratch, rows.clone());
+        first = rows.end;
+    }
+    (spans, lines)
+}
+
 simd_fn! {
-    /// Attention of one row's query heads that share key head `kv`: `q` and `out` are `[Hq / Hkv, Dh]`.
-    pub(super) fn attend(cache: &LayerCache, row: &CallRow, window: Option<u32>, kv: usize, q: &[f32], out: &mut [f32]) = attend_row
+    /// Attention of the query heads that share key head `kv`, of a few rows: row `r`'s are at `q[r * stride ..]`, `out` is
+    /// `[rows][Hq / Hkv, Dh]`. A row's result does not depend on the rows beside it.
+    pub(super) fn attend(
+        cache: &LayerCache,
+        rows: &[CallRow],
+        window: Option<u32>,
+        kv: usize,
+        q: &[f32],
+        stride: usize,
+        out: &mut [f32],
+    ) = attend_rows
 }
 
 #[inline(always)]
-fn attend_row<S: Simd>(s: S, cache: &LayerCache, row: &CallRow, window: Option<u32>, kv: usize, q: &[f32], out: &mut [f32]) {
+#[allow(clippy::too_many_arguments, reason = "one place calls it")]
+fn attend_rows<S: Simd>(
+    s: S,
+    cache: &LayerCache,
+    rows: &[CallRow],
+    window: Option<u32>,
+    kv: usize,
+    q: &[f32],
+    stride: usize,
+    out: &mut [f32],
+) {
     let dim = cache.heads.dim;
-    let ranges = [row.cache_from(window), row.scratch.clone()].map(|r| {
-        let r = if r.is_empty() { 0..0 } else { r };
-        if r.is_empty() { 0..0 } else { cache.place(r.start)..cache.place(r.end - 1) + 1 }
-    });
-    let blocks = |r: &std::ops::Range<usize>| r.start / LANES..r.end.div_ceil(LANES);
-    let count: usize = ranges.iter().map(|r| blocks(r).len()).sum();
-    if count == 0 {
-        out.fill(f32::NAN); // a softmax over nothing
-        return;
+    let heads = cache.heads.query / cache.heads.key_value;
+    let queries = rows.len() * heads;
+    let (spans, lines) = spans(cache, rows, window);
+    let most = lines.iter().copied().max().unwrap_or(0);
+    // Queries side by side, [Dh][query].
+    let mut turned = vec![0.0; dim * queries];
+    for query in 0..queries {
+        let q = &q[query / heads * stride + query % heads * dim..][..dim];
+        for (to, v) in turned[query..].iter_mut().step_by(queries).zip(q) {
+            *to = *v;
+        }
     }
-    let heads = q.len() / dim;
     let scale = 1.0 / (dim as f32).sqrt();
-    // [head][block][16]
-    let mut scores = vec![Line([0.0; LANES]); heads * count];
-    let mut at = 0;
-    for range in &ranges {
-        for block in blocks(range) {
-            let keys = (kv * cache.blocks + block) * dim;
-            let mut head = 0;
-            while head < heads {
-                let pass = (heads - head).min(S::ROWS);
-                let q = &q[head * dim..];
-                let to = &mut scores[head * count + at..];
-                head += match pass {
-                    4.. => block_scores::<S, 4>(s, &cache.keys, keys, dim, q, scale, to, count),
-                    3 => block_scores::<S, 3>(s, &cache.keys, keys, dim, q, scale, to, count),
-                    2 => block_scores::<S, 2>(s, &cache.keys, keys, dim, q, scale, to, count),
-                    _ => block_scores::<S, 1>(s, &cache.keys, keys, dim, q, scale, to, count),
+    // [query][line][16]
+    let mut scores = vec![Line([0.0; LANES]); queries * most];
+    for span in &spans {
+        let (first, end) = (span.rows.start * heads, span.rows.end * heads);
+        let mut block = span.blocks();
+        while !block.is_empty() {
+            let keys = (kv * cache.blocks + block.start) * dim;
+            let at = span.line + block.start - span.slots.start / LANES;
+            let mut query = first;
+            let several = S::QUERIES > 4 && block.len() >= 4 && end - first <= 3;
+            while query < end {
+                let (q, to) = (&turned[query..], &mut scores[query * most + at..]);
+                let of = Scoring { keys: &cache.keys, first: keys, dim, q, queries, scale, stride: most };
+                query += match ((end - query).min(S::QUERIES), several) {
+                    (3, true) => block_scores::<S, 3, 4>(s, of, to),
+                    (2, true) => block_scores::<S, 2, 4>(s, of, to),
+                    (1, true) => block_scores::<S, 1, 4>(s, of, to),
+                    (12.., _) => block_scores::<S, 12, 1>(s, of, to),
+                    (9.., _) => block_scores::<S, 9, 1>(s, of, to),
+                    (6.., _) => block_scores::<S, 6, 1>(s, of, to),
+                    (4.., _) => block_scores::<S, 4, 1>(s, of, to),
+                    (3, _) => block_scores::<S, 3, 1>(s, of, to),
+                    (2, _) => block_scores::<S, 2, 1>(s, of, to),
+                    _ => block_scores::<S, 1, 1>(s, of, to),
                 };
             }
-            for lane in (0..LANES).filter(|l| !range.contains(&(block * LANES + l))) {
-                for head in 0..heads {
-                    scores[head * count + at].0[lane] = f32::NEG_INFINITY;
+            block.start += if several { 4 } else { 1 };
+        }
+        // Lanes outside, in the first and in the last line.
+        let last = span.blocks().len() - 1;
+        for line in [0, last].into_iter().take(last + 1) {
+            let slot = (span.slots.start / LANES + line) * LANES;
+            for lane in (0..LANES).filter(|lane| !span.slots.contains(&(slot + lane))) {
+                for query in first..end {
+                    scores[query * most + span.line + line].0[lane] = f32::NEG_INFINITY;
                 }
             }
-            at += 1;
         }
     }
     // Softmax, but for the division.
-    for scores in scores.chunks_exact_mut(count) {
+    for (query, scores) in scores.chunks_exact_mut(most.max(1)).enumerate() {
+        let scores = &mut scores[..lines[query / heads]];
         let mut best = [f32::NEG_INFINITY; LANES];
         for line in scores.iter() {
             for (best, &v) in best.iter_mut().zip(&line.0) {
@@ -201,126 +303,187 @@ fn attend_row<S: Simd>(s: S, cache: &LayerCache, row: &CallRow, window: Option<u
             }
         }
     }
-    let columns = dim.div_ceil(LANES);
-    for column in 0..columns {
-        let lines = (kv * columns + column) * cache.blocks * LANES;
-        let width = (dim - column * LANES).min(LANES);
-        let mut head = 0;
-        while head < heads {
-            let weights = &scores[head * count..];
-            let out = &mut out[head * dim + column * LANES..];
-            let pass = (heads - head).min(S::ROWS);
-            head += match pass {
-                4.. => weigh::<S, 4>(s, &cache.values, lines, &ranges, weights, count, out, dim, width),
-                3 => weigh::<S, 3>(s, &cache.values, lines, &ranges, weights, count, out, dim, width),
-                2 => weigh::<S, 2>(s, &cache.values, lines, &ranges, weights, count, out, dim, width),
-                _ => weigh::<S, 1>(s, &cache.values, lines, &ranges, weights, count, out, dim, width),
-            };
+    // Weights side by side, [line][16][query]: a slot's are read together.
+    let mut weights = vec![0.0; most * LANES * queries];
+    for (query, scores) in scores.chunks_exact(most.max(1)).enumerate() {
+        for (to, v) in weights[query..].iter_mut().step_by(queries).zip(scores.iter().flat_map(|line| line.0)) {
+            *to = v;
         }
     }
-    for (scores, out) in scores.chunks_exact(count).zip(out.chunks_exact_mut(dim)) {
-        let mut sums = [0.0; LANES];
+    let columns = dim.div_ceil(LANES);
+    // [query][column][16]
+    let mut sums = vec![Line([0.0; LANES]); queries * columns];
+    for span in &spans {
+        let end = span.rows.end * heads;
+        let mut query = span.rows.start * heads;
+        while query < end {
+            let pass = (end - query).min(S::QUERIES);
+            let mut done = 0;
+            let mut column = 0;
+            while column < columns {
+                let weights = &weights[(span.line * LANES + span.slots.start % LANES) * queries..];
+                let first = (kv * columns + column) * cache.blocks * LANES;
+                let next = cache.blocks * LANES;
+                let of = Weighing { values: &cache.values, first, next, slots: &span.slots, weights, queries, query };
+                let to = &mut sums[query * columns + column..];
+                let wide = S::QUERIES > 4 && columns - column >= 4;
+                let pair = S::QUERIES > 4 && columns - column >= 2;
+                let taken = match (pass, wide, pair) {
+                    (12.., _, _) => weigh::<S, 12, 1>(s, of, to, columns),
+                    (9.., _, _) => weigh::<S, 9, 1>(s, of, to, columns),
+                    (6.., _, true) => weigh::<S, 6, 2>(s, of, to, columns),
+                    (6.., _, _) => weigh::<S, 6, 1>(s, of, to, columns),
+                    (4.., _, true) => weigh::<S, 4, 2>(s, of, to, columns),
+                    (4.., _, _) => weigh::<S, 4, 1>(s, of, to, columns),
+                    (3, true, _) => weigh::<S, 3, 4>(s, of, to, columns),
+                    (3, ..) => weigh::<S, 3, 1>(s, of, to, columns),
+                    (2, true, _) => weigh::<S, 2, 4>(s, of, to, columns),
+                    (2, ..) => weigh::<S, 2, 1>(s, of, to, columns),
+                    (_, true, _) => weigh::<S, 1, 4>(s, of, to, columns),
+                    _ => weigh::<S, 1, 1>(s, of, to, columns),
+                };
+                (done, column) = (taken.0, column + taken.1);
+            }
+            query += done;
+        }
+    }
+    for (query, out) in out.chunks_exact_mut(dim).enumerate() {
+        let scores = &scores[query * most..][..lines[query / heads]];
+        if scores.is_empty() {
+            out.fill(f32::NAN); // a softmax over nothing
+            continue;
+        }
+        let mut total = [0.0; LANES];
         for line in scores {
-            for (sum, v) in sums.iter_mut().zip(line.0) {
-                *sum += v;
+            for (total, v) in total.iter_mut().zip(line.0) {
+                *total += v;
             }
         }
-        let inverse = 1.0 / tree(sums);
-        for v in out {
-            *v *= inverse;
+        let inverse = 1.0 / tree(total);
+        for (out, sums) in out.chunks_mut(LANES).zip(&sums[query * columns..]) {
+            for (out, sum) in out.iter_mut().zip(sums.0) {
+                *out = sum * inverse;
+            }
         }
     }
 }
 
-/// Scores of sixteen slots for `R` query heads; returns `R`.
-#[cfg_attr(target_arch = "wasm32", inline(never))]
-#[cfg_attr(not(target_arch = "wasm32"), inline(always))]
-#[allow(clippy::too_many_arguments, reason = "one place calls it")]
-fn block_scores<S: Simd, const R: usize>(
-    s: S,
-    keys: &Lines,
+/// What [`block_scores`] reads.
+#[derive(Clone, Copy)]
+struct Scoring<'a> {
+    keys: &'a Lines,
+    /// First line of the first block.
     first: usize,
     dim: usize,
-    q: &[f32],
+    /// Queries `[Dh][query]`, from the first of the pass on.
+    q: &'a [f32],
+    queries: usize,
     scale: f32,
-    to: &mut [Line<f32>],
+    /// Lines from one query's scores to the next's.
     stride: usize,
-) -> usize {
+}
+
+/// Scores of `B` blocks of sixteen slots for `R` queries; returns `R`.
+#[cfg_attr(target_arch = "wasm32", inline(never))]
+#[cfg_attr(not(target_arch = "wasm32"), inline(always))]
+fn block_scores<S: Simd, const R: usize, const B: usize>(s: S, of: Scoring<'_>, to: &mut [Line<f32>]) -> usize {
     for part in 0..S::PARTS {
-        let mut sums = [s.splat_f(0.0); R];
-        match keys {
+        let mut sums = [[s.splat_f(0.0); R]; B];
+        match of.keys {
             Lines::F16(lines) => {
-                for (d, line) in lines[first..first + dim].iter().enumerate() {
-                    let k = s.load_half(&line.0, part);
-                    for r in 0..R {
-                        sums[r] = s.add_f(sums[r], s.mul_f(k, s.splat_f(q[r * dim + d])));
+                for (d, q) in of.q.chunks(of.queries).take(of.dim).enumerate() {
+                    let Some(q) = q.first_chunk::<R>() else { break };
+                    for b in 0..B {
+                        let line = &lines[of.first + b * of.dim + d];
+                        s.prefetch(std::ptr::from_ref(line).wrapping_add(B * of.dim));
+                        let k = s.load_half(&line.0, part);
+                        for r in 0..R {
+                            sums[b][r] = s.add_f(sums[b][r], s.mul_f(k, s.splat_f(q[r])));
+                        }
                     }
                 }
             }
             Lines::F32(lines) => {
-                for (d, line) in lines[first..first + dim].iter().enumerate() {
-                    let k = s.load_f(&line.0, part);
-                    for r in 0..R {
-                        sums[r] = s.add_f(sums[r], s.mul_f(k, s.splat_f(q[r * dim + d])));
+                for (d, q) in of.q.chunks(of.queries).take(of.dim).enumerate() {
+                    let Some(q) = q.first_chunk::<R>() else { break };
+                    for b in 0..B {
+                        let k = s.load_f(&lines[of.first + b * of.dim + d].0, part);
+                        for r in 0..R {
+                            sums[b][r] = s.add_f(sums[b][r], s.mul_f(k, s.splat_f(q[r])));
+                        }
                     }
                 }
             }
         }
-        for r in 0..R {
-            s.store_f(s.mul_f(sums[r], s.splat_f(scale)), &mut to[r * stride].0, part);
+        for b in 0..B {
+            for r in 0..R {
+                s.store_f(s.mul_f(sums[b][r], s.splat_f(of.scale)), &mut to[r * of.stride + b].0, part);
+            }
         }
     }
     R
 }
 
-/// Weighted sums of sixteen dimensions of the values, for `R` query heads; returns `R`.
+/// What [`weigh`] reads.
+#[derive(Clone, Copy)]
+struct Weighing<'a> {
+    values: &'a Lines,
+    /// Line of slot 0 in the first column.
+    first: usize,
+    /// Lines from one column to the next.
+    next: usize,
+    slots: &'a Range<usize>,
+    /// Weights `[slot][query]` from the span's first slot on.
+    weights: &'a [f32],
+    queries: usize,
+    /// The first query.
+    query: usize,
+}
+
+/// Adds `C` columns of sixteen dimensions of a span's values, weighted, to `to [query][columns]` for `R` queries; returns
+/// `(R, C)`.
 #[cfg_attr(target_arch = "wasm32", inline(never))]
 #[cfg_attr(not(target_arch = "wasm32"), inline(always))]
-#[allow(clippy::too_many_arguments, reason = "one place calls it")]
-fn weigh<S: Simd, const R: usize>(
+fn weigh<S: Simd, const R: usize, const C: usize>(
     s: S,
-    values: &Lines,
-    first: usize,
-    ranges: &[std::ops::Range<usize>; 2],
-    weights: &[Line<f32>],
-    stride: usize,
-    out: &mut [f32],
-    dim: usize,
-    width: usize,
-) -> usize {
+    of: Weighing<'_>,
+    to: &mut [Line<f32>],
+    columns: usize,
+) -> (usize, usize) {
     for part in 0..S::PARTS {
-        let mut sums = [s.splat_f(0.0); R];
-        let mut before = 0;
-        for range in ranges {
-            let base = range.start / LANES;
-            for slot in range.clone() {
-                let v = match values {
-                    Lines::F16(lines) => s.load_half(&lines[first + slot].0, part),
-                    Lines::F32(lines) => s.load_f(&lines[first + slot].0, part),
+        let mut sums = [[s.splat_f(0.0); R]; C];
+        for c in 0..C {
+            for r in 0..R {
+                sums[c][r] = s.load_f(&to[r * columns + c].0, part);
+            }
+        }
+        for (slot, weights) in of.slots.clone().zip(of.weights.chunks_exact(of.queries)) {
+            let Some(weights) = weights[of.query..].first_chunk::<R>() else { break };
+            for c in 0..C {
+                let at = of.first + c * of.next + slot;
+                let v = match of.values {
+                    Lines::F16(lines) => {
+                        s.prefetch(std::ptr::from_ref(&lines[at]).wrapping_add(2 * LANES));
+                        s.load_half(&lines[at].0, part)
+                    }
+                    Lines::F32(lines) => s.load_f(&lines[at].0, part),
                 };
-                let (block, lane) = (before + slot / LANES - base, slot % LANES);
                 for r in 0..R {
-                    sums[r] = s.add_f(sums[r], s.mul_f(v, s.splat_f(weights[r * stride + block].0[lane])));
+                    sums[c][r] = s.add_f(sums[c][r], s.mul_f(v, s.splat_f(weights[r])));
                 }
             }
-            before += range.end.div_ceil(LANES) - base;
         }
-        for r in 0..R {
-            let mut line = [0.0; LANES];
-            s.store_f(sums[r], &mut line, part);
-            let lanes = LANES / S::PARTS;
-            let (from, to) = (part * lanes, width.min((part + 1) * lanes));
-            if from < to {
-                out[r * dim + from..r * dim + to].copy_from_slice(&line[from..to]);
+        for c in 0..C {
+            for r in 0..R {
+                s.store_f(sums[c][r], &mut to[r * columns + c].0, part);
             }
         }
     }
-    R
+    (R, C)
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::simd::Level;
     use super::*;
     use crate::kernels::CallRows;
     use crate::kernels::attention::{KeyValues, attention};
@@ -351,7 +514,7 @@ mod tests {
             let mut out = vec![f32::NAN; q.len()];
             for h in 0..heads.key_value {
                 let at = h * group..(h + 1) * group;
-                attend(level, &cache, &rows.row(0), window, h, &q[at.clone()], &mut out[at]);
+                attend(level, &cache, &[rows.row(0)], window, h, &q[at.clone()], 0, &mut out[at]);
             }
             for (i, (got, want)) in out.iter().zip(&want).enumerate() {
                 assert!((f64::from(*got) - want).abs() < 1e-5, "{} {i}: {got} {want}", level.name());
@@ -363,7 +526,7 @@ mod tests {
         let mut shorter = rows.row(0);
         shorter.cache.end -= 1;
         let mut out = vec![0.0; group];
-        attend(Level::best(), &cache, &shorter, window, 0, &q[..group], &mut out);
+        attend(Level::best(), &cache, &[shorter], window, 0, &q[..group], 0, &mut out);
         assert!(out.iter().zip(&want).any(|(a, b)| (f64::from(*a) - b).abs() > 1e-4));
     }
 
@@ -402,6 +565,52 @@ mod tests {
     }
 
     #[test]
+    fn rows_that_attend_together_get_what_they_get_alone() {
+        let heads = Heads { query: 6, key_value: 2, dim: 24 };
+        let (context, scratch, size) = (70, 20, 48);
+        for (half, window) in [(true, None), (false, Some(9))] {
+            let mut random = Random(31);
+            let mut cache = LayerCache::new(heads, context, scratch, half).unwrap();
+            for slot in 0..context + scratch {
+                cache.set(slot, &random.values(size), &random.values(size));
+            }
+            // Two draft rows of one block and one of another, verified rows, a row that begins later and one that sees scratch
+            // alone.
+            let seen = [(66, 0..66, 70..73), (67, 0..66, 70..73), (67, 0..67, 74..90), (66, 0..67, 0..0), (67, 0..68, 0..0)];
+            let more = [(69, 5..70, 0..0), (69, 0..0, 75..77), (40, 0..41, 0..0), (41, 0..42, 0..0)];
+            let rows: Vec<_> = seen.into_iter().chain(more).map(|(p, cache, scratch)| (0, p, p, cache, scratch)).collect();
+            let words = words(&rows, 0..0, 0..0);
+            let rows: Vec<CallRow> = CallRows::new(&words).iter().collect();
+            let stride = heads.query * heads.dim + 7;
+            let q = random.values(rows.len() * stride);
+            let group = heads.query / heads.key_value * heads.dim;
+            let run = |level, rows: &[CallRow], kv: usize, q: &[f32]| {
+                let mut out = vec![f32::NAN; rows.len() * group];
+                attend(level, &cache, rows, window, kv, &q[kv * group..], stride, &mut out);
+                out.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+            };
+            for level in Level::all() {
+                for kv in 0..heads.key_value {
+                    let alone: Vec<u32> = (0..rows.len())
+                        .flat_map(|r| run(Level::Portable(super::super::simd::Portable), &rows[r..=r], kv, &q[r * stride..]))
+                        .collect();
+                    // All at once, and as a call would group them.
+                    assert_eq!(run(level, &rows, kv, &q), alone, "{}", level.name());
+                    let groups = shared(level, &rows, window, 3, 2);
+                    assert_eq!(groups.iter().cloned().flatten().collect::<Vec<_>>(), (0..rows.len()).collect::<Vec<_>>());
+                    let grouped: Vec<u32> =
+                        groups.iter().flat_map(|g| run(level, &rows[g.clone()], kv, &q[g.start * stride..])).collect();
+                    assert_eq!(grouped, alone, "{}", level.name());
+                    // Control: with the neighbour's keys it is another result.
+                    let mut turned = rows.clone();
+                    turned.rotate_left(1);
+                    assert_ne!(run(level, &turned, kv, &q), alone);
+                }
+            }
+        }
+    }
+
+    #[test]
     fn what_a_row_does_not_see_does_not_reach_it() {
         let heads = Heads { query: 2, key_value: 1, dim: 16 };
         let mut cache = LayerCache::new(heads, 32, 16, false).unwrap();
@@ -415,11 +624,11 @@ mod tests {
         let words = words(&[(0, 8, 8, 4..9, 0..0)], 0..0, 0..0);
         let row = CallRows::new(&words).row(0);
         let mut out = [0.0; 32];
-        attend(Level::best(), &cache, &row, None, 0, &[1.0; 32], &mut out);
+        attend(Level::best(), &cache, std::slice::from_ref(&row), None, 0, &[1.0; 32], 0, &mut out);
         assert!(out.iter().all(|v| (v - 2.0).abs() < 1e-6));
         let mut wider = row;
         wider.cache.end = 10;
-        attend(Level::best(), &cache, &wider, None, 0, &[1.0; 32], &mut out);
+        attend(Level::best(), &cache, &[wider], None, 0, &[1.0; 32], 0, &mut out);
         assert!(out.iter().all(|v| v.is_nan()), "control");
     }
 }

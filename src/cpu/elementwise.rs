@@ -130,11 +130,19 @@ simd_fn! {
 
 #[inline(always)]
 fn swiglu_row<S: Simd>(_: S, y: Column<'_>, out: &mut [f32]) {
-    for (out, y) in out.chunks_mut(LANES / 2).zip(y.lines()) {
-        let mut result = [0.0; LANES / 2];
-        for (j, to) in result.iter_mut().enumerate() {
-            let (gate, up) = (y[2 * j], y[2 * j + 1]);
-            *to = gate / (1.0 + exp(-gate)) * up;
+    // Two lines at a time, so that sixteen results are computed together.
+    let mut lines = y.lines();
+    for out in out.chunks_mut(LANES) {
+        let (mut gate, mut up) = ([0.0; LANES], [0.0; LANES]);
+        for half in [0, LANES / 2].into_iter().take(out.len().div_ceil(LANES / 2)) {
+            let Some(y) = lines.next() else { return };
+            for j in 0..LANES / 2 {
+                (gate[half + j], up[half + j]) = (y[2 * j], y[2 * j + 1]);
+            }
+        }
+        let mut result = [0.0; LANES];
+        for j in 0..LANES {
+            result[j] = gate[j] / (1.0 + exp(-gate[j])) * up[j];
         }
         let n = out.len();
         out.copy_from_slice(&result[..n]);

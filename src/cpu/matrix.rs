@@ -70,6 +70,11 @@ impl Matrix {
         }
     }
 
+    /// Lines of data per group of a tile; 0 for formats without groups.
+    pub fn words(&self) -> usize {
+        self.lines().checked_div(self.groups()).unwrap_or(0)
+    }
+
     /// Inputs per scale; `None` for formats without.
     pub fn group(&self) -> Option<usize> {
         match &self.values {
@@ -137,14 +142,13 @@ impl Matrix {
         Ok(())
     }
 
-    /// The same matrix of floats in 8-bit groups of 32 inputs. No weight moves by more than half a step of its group, which is a
+    /// The same matrix of floats in 8-bit groups of `group` inputs. No weight moves by more than half a step of its group, which is a
     /// 255th of the group's range or a hundredth more than that.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::BadWeights`] for values too far apart for f32.
-    pub fn quantised(&self) -> Result<Self> {
-        const GROUP: usize = 32;
-        let mut to = Self::zeros(Format::Affine { bits: 8, group: GROUP, scale: ScaleFormat::Bf16 }, self.n, self.k)?;
+    pub fn quantised(&self, group: usize) -> Result<Self> {
+        let mut to = Self::zeros(Format::Affine { bits: 8, group, scale: ScaleFormat::Bf16 }, self.n, self.k)?;
         let (words, groups, lines) = (to.lines(), to.groups(), self.lines());
         let value = |line: usize, lane: usize| match &self.values {
             Values::F16(values) => f16::from_bits(values[line].0[lane]).to_f32(),
@@ -153,8 +157,8 @@ impl Matrix {
         };
         let Values::Affine { data, scales, .. } = &mut to.values else { return Ok(to) };
         for tile in 0..self.tiles {
-            for (g, first) in (0..self.k).step_by(GROUP).enumerate() {
-                let inputs = first..self.k.min(first + GROUP);
+            for (g, first) in (0..self.k).step_by(group).enumerate() {
+                let inputs = first..self.k.min(first + group);
                 for lane in 0..LANES {
                     let values = inputs.clone().map(|i| value(tile * lines + i, lane));
                     let (least, most) = values.clone().fold((f32::INFINITY, f32::NEG_INFINITY), |(a, b), v| (a.min(v), b.max(v)));
@@ -281,7 +285,7 @@ mod tests {
                 lines[3].0[2] = 1e-30; // small and large beside each other
                 lines[40].0 = [0.0; LANES];
             }
-            let groups = matrix.quantised().unwrap();
+            let groups = matrix.quantised(32).unwrap();
             let (mut want, mut got) = (vec![0.0; k], vec![0.0; k]);
             for row in 0..n {
                 matrix.row(row, &mut want);
@@ -300,7 +304,7 @@ mod tests {
         let mut wild = Matrix::zeros(Format::F32, 1, 2).unwrap();
         let Values::F32(lines) = &mut wild.values else { panic!("floats") };
         (lines[0].0[0], lines[1].0[0]) = (f32::MAX, f32::MIN);
-        assert!(matches!(wild.quantised(), Err(Error::BadWeights(_))));
+        assert!(matches!(wild.quantised(32), Err(Error::BadWeights(_))));
     }
 
     #[test]

@@ -4,20 +4,20 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::activations::{Panel, Quantised};
-use super::cache::{LayerCache, attend};
+use super::cache::{LayerCache, attend, shared};
 use super::elementwise::{Column, argmax, inverse_rms, residual, rotate, store, swiglu};
 use super::matrix::{Matrix, Values};
-use super::product::{Inner, Input, LoraPart, Product, product};
+use super::product::{Inner, Input, LoraPart, Product, Segments, product};
 use super::simd::{LANES, Level, Line};
-use super::threads::{pieces, share, threads};
+use super::threads::{Crew, share, threads};
 use crate::decode::plan::{CallPlan, Choice};
 use crate::decode::schedule::{Geometry, MAX_CHOOSE, MAX_ROWS, ModelCalls, SCRATCH_SLOTS, Ticket};
 use crate::error::{Error, Result};
 use crate::kernels::matmul::segment;
 use crate::kernels::rope_kv::Frequencies;
-use crate::kernels::{CallRows, Heads};
+use crate::kernels::{CallRow, CallRows, Heads};
 use crate::model::call_rows::{self, MASK_EMBEDDING};
-use crate::model::program::{Act, LoraB, Matmul, MatrixId, Op, Output, Program, Role, RowSet, VectorId};
+use crate::model::program::{Act, Matmul, MatrixId, Op, Output, Program, Role, RowSet, VectorId};
 use crate::weights::WeightSink;
 use crate::weights::arrivals::Arrivals;
 use crate::weights::packed::{Format, PackedRows};
@@ -40,8 +40,8 @@ pub struct CpuModel {
     /// Rotary table `[positions, Dh / 2, 2]`.
     rotary: Vec<f32>,
     layers: Vec<LayerCache>,
-    /// Segment of every output, per low-rank B, padded to whole tiles.
-    segments: BTreeMap<MatrixId, Vec<u8>>,
+    /// Which segments outputs read, per low-rank B.
+    segments: BTreeMap<MatrixId, Segments>,
     acts: Activations,
     words: Vec<u32>,
     tickets: u64,
@@ -51,8 +51,12 @@ pub struct CpuModel {
 /// A call's buffers, kept from call to call. Activations are `[rows, width]`.
 #[derive(Debug, Default)]
 struct Activations {
+    /// Threads that help.
+    crew: Crew,
     acts: BTreeMap<Act, Vec<f32>>,
     quantised: Quantised,
+    /// What is in `quantised`: activation, inputs per group and rows, as long as they are the call's.
+    held: Option<(Act, usize, Range<usize>)>,
     panel: Panel,
     /// The low-rank inner activations, by segment, in the form B wants.
     inner: Vec<Panel>,
@@ -63,6 +67,8 @@ struct Activations {
     /// The head's, kept for [`ModelCalls::logits`].
     logits: Vec<Line<f32>>,
     logit_rows: usize,
+    /// Attention's output as it is computed, `[group of rows][Hkv][row][Hq / Hkv, Dh]`.
+    attended: Vec<f32>,
 }
 
 /// How a [`CpuModel`] is set up.
@@ -90,7 +96,10 @@ impl CpuModel {
             vocab_size: program.arch.vocab_size,
         };
         let segments = program.ops.iter().filter_map(|op| match op {
-            Op::Matmul(Matmul { lora: Some(lora), .. }) => Some((lora.b, segments(lora, program.matrices.get(lora.b.0)?.n))),
+            Op::Matmul(Matmul { lora: Some(lora), .. }) => {
+                let n = program.matrices.get(lora.b.0)?.n;
+                Some((lora.b, Segments::new(n, lora.scale, |o| segment(lora, o))))
+            }
             _ => None,
         });
         Self {
@@ -126,10 +135,22 @@ impl CpuModel {
         &self.program
     }
 
-    /// Bytes of weights held, padding included.
+    /// Bytes of weights held, padding included: an adapter's are what they will stay once the model is
+    /// [settled](CpuModel::settle).
     #[must_use]
     pub fn weight_bytes(&self) -> usize {
-        self.matrices.iter().flatten().map(Matrix::bytes).sum()
+        let vectors: usize = self.vectors.iter().map(|v| size_of_val(v.as_slice())).sum();
+        self.matrices.iter().flatten().map(Matrix::bytes).sum::<usize>() + vectors
+    }
+
+    /// Ends loading: checks that all weights are there, and brings the adapter into the form in which it is used. The first call
+    /// does it otherwise.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] if weights are missing, [`Error::OutOfMemory`].
+    pub fn settle(&mut self) -> Result<()> {
+        self.arrivals.complete(&self.program)?;
+        self.quantise_adapter()
     }
 
     /// A layer's keys and values as `[slots, Hkv Dh]` each, scratch slots last, for comparing with other backends; empty
@@ -149,7 +170,7 @@ impl CpuModel {
         if !self.layers.is_empty() {
             return Ok(());
         }
-        self.quantise_adapter()?;
+        self.settle()?;
         let arch = &self.program.arch;
         let (context, scratch) = (self.geometry.context as usize, self.geometry.scratch as usize);
         let layers: Result<Vec<_>> =
@@ -169,15 +190,14 @@ impl CpuModel {
                 a = Some(op.weight);
             }
             let Some(lora) = &op.lora else { continue };
-            if self.weight(op.weight)?.group().is_none() {
-                continue;
-            }
-            for id in a.into_iter().chain([lora.b]) {
+            let Some(group) = self.weight(op.weight)?.group() else { continue };
+            // A reads what the weights read, in the same groups.
+            for (id, group) in a.map(|a| (a, group)).into_iter().chain([(lora.b, 32)]) {
                 if let Some(slot) = self.matrices.get_mut(id.0)
                     && let Some(matrix) = slot
                     && !matches!(matrix.values, Values::Affine { .. })
                 {
-                    *matrix = matrix.quantised()?;
+                    *matrix = matrix.quantised(group)?;
                 }
             }
         }
@@ -193,8 +213,14 @@ impl CpuModel {
         vector.ok_or_else(|| Error::Internal(format!("vector {} is missing", id.0)))
     }
 
+    fn segments(&self, b: MatrixId) -> Result<&Segments> {
+        self.segments.get(&b).ok_or_else(|| Error::Internal(format!("matrix {} is no low-rank part", b.0)))
+    }
+
     fn run(&mut self, acts: &mut Activations, rows: CallRows<'_>) -> Result<Vec<Choice>> {
         let mut choices = Vec::new();
+        acts.held = None;
+        acts.crew.call();
         for op in self.program.ops.clone() {
             match op {
                 Op::Embed { table, mask, gain } => self.embed(acts, rows, table, mask, gain)?,
@@ -206,7 +232,7 @@ impl CpuModel {
                     let count = acts.logit_rows;
                     let mut found = vec![Choice { token: 0, probability: 0.0 }; count];
                     let y = &acts.logits;
-                    pieces(&mut found, 1, |row, to| {
+                    acts.crew.pieces(&mut found, 1, |row, to| {
                         to.fill(argmax(self.level, Column { y, rows: count, row }, n, banned));
                     });
                     choices = found;
@@ -258,17 +284,32 @@ impl CpuModel {
         let (level, count) = (self.level, rows.len());
         let lora = op.lora.filter(|_| !call.adapter().is_empty());
         if let Some(lora) = &lora {
-            acts.cut_low_rank(level, self.weight(lora.b)?.group(), lora, self.program.lora_width, call.adapter());
+            let (b, segments) = (self.weight(lora.b)?, self.segments(lora.b)?.count());
+            acts.cut_low_rank(level, b.group(), segments, lora.rank, self.program.lora_width, call.adapter());
         }
         let matrix = self.weight(op.weight)?;
         let width = self.program.width(op.input);
-        let x = &acts.acts.get(&op.input).map_or(&[][..], Vec::as_slice)[rows.start * width..];
         let input = match matrix.group() {
             Some(group) => {
-                acts.quantised.fill(level, x, width, count, matrix.k, group);
-                Input::Integers(&acts.quantised)
+                let held = |(act, size, held): &&(Act, usize, Range<usize>)| {
+                    *act == op.input && *size == group && held.start <= rows.start && rows.end <= held.end
+                };
+                let first = match acts.held.as_ref().filter(held) {
+                    Some((_, _, held)) => held.start,
+                    None => {
+                        // What A reads of the adapter rows, the weights read of all rows right after it.
+                        let all = if op.rows == RowSet::Adapter { 0..call.len() } else { rows.clone() };
+                        let x = &acts.acts.get(&op.input).map_or(&[][..], Vec::as_slice)[all.start * width..];
+                        acts.quantised.fill(&mut acts.crew, level, x, width, all.len(), matrix.k, group);
+                        let first = all.start;
+                        acts.held = Some((op.input, group, all));
+                        first
+                    }
+                };
+                Input::Integers(&acts.quantised, rows.start - first)
             }
             None => {
+                let x = &acts.acts.get(&op.input).map_or(&[][..], Vec::as_slice)[rows.start * width..];
                 acts.panel.fill(x, width, count, matrix.k);
                 Input::Floats(&acts.panel)
             }
@@ -286,8 +327,7 @@ impl CpuModel {
                     b,
                     inner: if b.group().is_some() { Inner::Integers(&acts.inner_quantised) } else { Inner::Floats(&acts.inner) },
                     rows: call.adapter(),
-                    scale: lora.scale,
-                    segments: self.segments.get(&lora.b).map_or(&[][..], Vec::as_slice),
+                    segments: self.segments(lora.b)?,
                 })
             }
             None => None,
@@ -297,7 +337,7 @@ impl CpuModel {
         let y = if is_head { &mut acts.logits } else { &mut acts.tiles };
         y.resize(matrix.tiles * count, Line([0.0; LANES]));
         let tiles = share(matrix.tiles);
-        pieces(y, tiles * count, |i, y| product(level, &job, i * tiles, y));
+        acts.crew.pieces(y, tiles * count, |i, y| product(level, &job, i * tiles, y));
         self.output(acts, op, rows, call.len(), matrix.n)
     }
 
@@ -311,9 +351,10 @@ impl CpuModel {
                 let width = self.program.width(act);
                 let mut out = acts.take(act, call_rows * width);
                 let y = &acts.tiles;
-                pieces(&mut out[rows.start * width..][..count * width], width * 8, |i, out| {
+                let share = share(count);
+                acts.crew.pieces(&mut out[rows.start * width..][..count * width], width * share, |i, out| {
                     for (r, out) in out.chunks_exact_mut(width).enumerate() {
-                        store(level, column(y, i * 8 + r), out);
+                        store(level, column(y, i * share + r), out);
                     }
                 });
                 acts.put(act, out);
@@ -332,9 +373,10 @@ impl CpuModel {
                 let width = self.program.width(act);
                 let mut out = acts.take(act, call_rows * width);
                 let y = &acts.tiles;
-                pieces(&mut out, width * 8, |i, out| {
+                let share = share(count);
+                acts.crew.pieces(&mut out, width * share, |i, out| {
                     for (r, out) in out.chunks_exact_mut(width).enumerate() {
-                        swiglu(level, column(y, i * 8 + r), out);
+                        swiglu(level, column(y, i * share + r), out);
                     }
                 });
                 acts.put(act, out);
@@ -386,11 +428,21 @@ impl CpuModel {
         };
         let mut attn = acts.take(Act::Attn, rows.len() * query * dim);
         let qkv = acts.acts.get(&Act::Qkv).map_or(&[][..], Vec::as_slice);
-        // One piece: the query heads of one row that share a key head.
-        pieces(&mut attn, group, |i, out| {
-            let (r, kv) = (i / key_value, i % key_value);
-            attend(self.level, cache, &rows.row(r), window, kv, &qkv[r * width + kv * group..][..group], out);
+        let call: Vec<CallRow> = rows.iter().collect();
+        let shared = shared(self.level, &call, window, query / key_value, key_value);
+        let size = shared.iter().map(Range::len).max().unwrap_or(0) * group;
+        acts.attended.resize(shared.len() * key_value * size, 0.0);
+        // One piece: the query heads that share a key head, of a few rows.
+        acts.crew.pieces(&mut acts.attended, size, |i, out| {
+            let (rows, kv) = (shared[i / key_value].clone(), i % key_value);
+            let q = &qkv[rows.start * width + kv * group..];
+            attend(self.level, cache, &call[rows.clone()], window, kv, q, width, &mut out[..rows.len() * group]);
         });
+        for (i, from) in acts.attended.chunks_exact(size).enumerate() {
+            for (row, from) in shared[i / key_value].clone().zip(from.chunks_exact(group)) {
+                attn[row * query * dim + i % key_value * group..][..group].copy_from_slice(from);
+            }
+        }
         acts.put(Act::Attn, attn);
         Ok(())
     }
@@ -398,21 +450,28 @@ impl CpuModel {
 
 impl Activations {
     /// Cuts the low-rank inner activations of the adapter rows by segment; `group` is B's, where it has groups.
-    fn cut_low_rank(&mut self, level: Level, group: Option<usize>, lora: &LoraB, stride: usize, rows: Range<usize>) {
+    fn cut_low_rank(
+        &mut self,
+        level: Level,
+        group: Option<usize>,
+        segments: usize,
+        rank: usize,
+        stride: usize,
+        rows: Range<usize>,
+    ) {
         let inner = self.acts.get(&Act::Lora).map_or(&[][..], Vec::as_slice);
-        let segments = stride / lora.rank;
-        let from = |segment: usize| &inner[rows.start * stride + segment * lora.rank..];
+        let from = |segment: usize| &inner[rows.start * stride + segment * rank..];
         match group {
             Some(group) => {
                 self.inner_quantised.resize(segments, Quantised::default());
                 for (segment, to) in self.inner_quantised.iter_mut().enumerate() {
-                    to.fill(level, from(segment), stride, rows.len(), lora.rank, group);
+                    to.fill(&mut self.crew, level, from(segment), stride, rows.len(), rank, group);
                 }
             }
             None => {
                 self.inner.resize(segments, Panel::default());
                 for (segment, to) in self.inner.iter_mut().enumerate() {
-                    to.fill(from(segment), stride, rows.len(), lora.rank);
+                    to.fill(from(segment), stride, rows.len(), rank);
                 }
             }
         }
@@ -425,14 +484,9 @@ impl Activations {
     }
 
     fn put(&mut self, act: Act, values: Vec<f32>) {
+        self.held.take_if(|(held, _, _)| *held == act);
         self.acts.insert(act, values);
     }
-}
-
-/// Segment of every output of a low-rank part, padded to whole tiles with the last.
-fn segments(lora: &LoraB, n: usize) -> Vec<u8> {
-    let last = n.saturating_sub(1);
-    (0..n.next_multiple_of(LANES)).map(|o| segment(lora, if o < n { o } else { last }) as u8).collect()
 }
 
 impl WeightSink for CpuModel {
@@ -471,7 +525,6 @@ impl ModelCalls for CpuModel {
     }
 
     fn submit(&mut self, plan: &CallPlan) -> Result<Ticket> {
-        self.arrivals.complete(&self.program)?;
         self.prepare()?;
         let (mut words, mut acts) = (std::mem::take(&mut self.words), std::mem::take(&mut self.acts));
         let choices = call_rows::encode(plan, &self.program, &self.geometry, &mut words)
@@ -622,6 +675,30 @@ mod tests {
             let off = rows.into_iter().map(|r| Row { adapter: false, ..r }).collect();
             assert_ne!(call(&mut with, off).1, packed);
         }
+    }
+
+    #[test]
+    fn an_adapter_on_quantised_weights_is_counted_as_it_is_held() {
+        let tiny = Tiny::new(Q4);
+        let program = tiny.program();
+        let mut model = CpuModel::new(program.clone(), options(&tiny));
+        assert!(matches!(model.settle(), Err(Error::Internal(_))));
+        tiny.fill(&program, 5, &mut model);
+        let of = |bits: usize, scale: usize| {
+            let lora = program.matrices.iter().filter(|m| m.role == Role::Lora);
+            lora.map(|m| m.n.next_multiple_of(LANES) * (m.k.next_multiple_of(32) * bits / 8 + m.k.div_ceil(32) * scale))
+                .sum::<usize>()
+        };
+        // f16 is padded to sixteen inputs only.
+        let lora = program.matrices.iter().filter(|m| m.role == Role::Lora);
+        let arrived: usize = lora.map(|m| m.n.next_multiple_of(LANES) * m.k.next_multiple_of(16) * 2).sum();
+        let before = model.weight_bytes();
+        model.settle().unwrap();
+        let after = model.weight_bytes();
+        assert_eq!(before - arrived, after - of(8, 4));
+        assert_ne!(arrived, of(8, 4), "control");
+        call(&mut model, prompt());
+        assert_eq!(model.weight_bytes(), after);
     }
 
     #[test]

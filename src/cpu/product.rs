@@ -19,8 +19,8 @@ use crate::weights::packed::ScaleFormat;
 /// Inputs of a product.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Input<'a> {
-    /// For affine weights, in groups of the same size.
-    Integers(&'a Quantised),
+    /// For affine weights, in groups of the same size: rows from the given one on.
+    Integers(&'a Quantised, usize),
     /// For f16 and f32 weights.
     Floats(&'a Panel),
 }
@@ -34,10 +34,48 @@ pub(super) struct LoraPart<'a> {
     pub inner: Inner<'a>,
     /// Rows it is added to.
     pub rows: Range<usize>,
-    /// Its factor.
-    pub scale: f32,
-    /// Segment that every output reads, by lane `[tiles * 16]`.
-    pub segments: &'a [u8],
+    /// Which segments its outputs read.
+    pub segments: &'a Segments,
+}
+
+/// The segments of inner activations that a low-rank part's outputs read.
+#[derive(Debug, Default)]
+pub(super) struct Segments {
+    /// An index into `kinds` for every tile.
+    tiles: Vec<u16>,
+    /// Segments of a kind of tile, each with its factor for every lane: zero in those that read another one.
+    kinds: Vec<Vec<(usize, Line<f32>)>>,
+}
+
+impl Segments {
+    /// Of `n` outputs that read segment `of(output)`, times `scale`.
+    pub fn new(n: usize, scale: f32, of: impl Fn(usize) -> usize) -> Self {
+        let (mut tiles, mut kinds, mut known) = (Vec::new(), Vec::new(), Vec::new());
+        for first in (0..n).step_by(LANES) {
+            // Lanes behind the end read what the last one does.
+            let lanes: [usize; LANES] = std::array::from_fn(|lane| of((first + lane).min(n - 1)));
+            let kind = known.iter().position(|k| *k == lanes).unwrap_or_else(|| {
+                let mut segments = lanes.to_vec();
+                segments.sort_unstable();
+                segments.dedup();
+                let factors = |s: usize| Line(lanes.map(|lane| if lane == s { scale } else { 0.0 }));
+                kinds.push(segments.into_iter().map(|s| (s, factors(s))).collect());
+                known.push(lanes);
+                kinds.len() - 1
+            });
+            tiles.push(kind as u16);
+        }
+        Self { tiles, kinds }
+    }
+
+    /// How many segments there are.
+    pub fn count(&self) -> usize {
+        self.kinds.iter().flatten().map(|(segment, _)| segment + 1).max().unwrap_or(0)
+    }
+
+    fn of(&self, tile: usize) -> &[(usize, Line<f32>)] {
+        self.tiles.get(tile).and_then(|kind| self.kinds.get(usize::from(*kind))).map_or(&[], Vec::as_slice)
+    }
 }
 
 /// Inner activations in the form B wants.
@@ -78,15 +116,16 @@ const UNROLL: usize = 1;
 fn product_tiles<S: Simd>(s: S, op: &Product<'_>, first: usize, y: &mut [Line<f32>]) {
     let (m, lines, groups) = (op.matrix, op.matrix.lines(), op.matrix.groups());
     match (&m.values, op.input) {
-        (Values::Affine { bits, group, scale, data, scales }, Input::Integers(x)) => {
+        (Values::Affine { bits, group, scale, data, scales }, Input::Integers(x, first_row)) => {
+            let rows = first_row..first_row + op.rows;
             let tiles = Tiles { data: &data[first * lines..], scales: &scales[first * groups..], lines, groups, format: *scale };
             match (bits, group) {
-                (4, 32) => affine::<S, 4, 4, 16>(s, tiles, x, y),
-                (4, 64) => affine::<S, 4, 8, 32>(s, tiles, x, y),
-                (4, _) => affine::<S, 4, 16, 64>(s, tiles, x, y),
-                (_, 32) => affine::<S, 8, 8, 16>(s, tiles, x, y),
-                (_, 64) => affine::<S, 8, 16, 32>(s, tiles, x, y),
-                _ => affine::<S, 8, 32, 64>(s, tiles, x, y),
+                (4, 32) => affine::<S, 4, 4, 16>(s, tiles, x, rows, y),
+                (4, 64) => affine::<S, 4, 8, 32>(s, tiles, x, rows, y),
+                (4, _) => affine::<S, 4, 16, 64>(s, tiles, x, rows, y),
+                (_, 32) => affine::<S, 8, 8, 16>(s, tiles, x, rows, y),
+                (_, 64) => affine::<S, 8, 16, 32>(s, tiles, x, rows, y),
+                _ => affine::<S, 8, 32, 64>(s, tiles, x, rows, y),
             }
         }
         (Values::F16(data), Input::Floats(x)) => {
@@ -101,7 +140,11 @@ fn product_tiles<S: Simd>(s: S, op: &Product<'_>, first: usize, y: &mut [Line<f3
         }
         _ => unreachable!("the input is made for the matrix"),
     }
-    let mut low_rank = vec![Line([0.0; LANES]); op.lora.as_ref().map_or(0, |l| l.rows.len())];
+    let plain = op.norm.is_empty() && op.bias.is_empty();
+    if plain && op.lora.is_none() {
+        return;
+    }
+    let mut low_rank = Vec::new();
     for (i, y) in y.chunks_exact_mut(op.rows).enumerate() {
         let tile = first + i;
         for (y, &norm) in y.iter_mut().zip(op.norm) {
@@ -124,29 +167,65 @@ fn product_tiles<S: Simd>(s: S, op: &Product<'_>, first: usize, y: &mut [Line<f3
 
 /// Adds the low-rank part to the adapter rows of a tile.
 #[inline(always)]
-fn add_lora<S: Simd>(s: S, lora: &LoraPart<'_>, tile: usize, low_rank: &mut [Line<f32>], y: &mut [Line<f32>]) {
+fn add_lora<S: Simd>(s: S, lora: &LoraPart<'_>, tile: usize, buffer: &mut Vec<Line<f32>>, y: &mut [Line<f32>]) {
     let lines = lora.b.lines();
-    let segments = &lora.segments[tile * LANES..][..LANES];
-    let (least, most) = segments.iter().fold((u8::MAX, 0), |(least, most), &g| (least.min(g), most.max(g)));
-    for segment in least..=most {
-        let segment_of = usize::from(segment);
+    for (segment, factors) in lora.segments.of(tile) {
         match (&lora.b.values, lora.inner) {
-            (Values::F16(b), Inner::Floats(x)) => halves(s, &b[tile * lines..][..lines], &x[segment_of], low_rank),
-            (Values::F32(b), Inner::Floats(x)) => singles(s, &b[tile * lines..][..lines], &x[segment_of], low_rank),
             (Values::Affine { bits: 8, group: 32, scale, data, scales }, Inner::Integers(x)) => {
                 let groups = lora.b.groups();
                 let (data, scales) = (&data[tile * lines..][..lines], &scales[tile * groups..][..groups]);
-                let tiles = Tiles { data, scales, lines, groups, format: *scale };
-                affine::<S, 8, 8, 16>(s, tiles, &x[segment_of], low_rank);
+                let weights = Weights { data: data.as_chunks::<8>().0, scales, format: *scale, words: lora.b.words() };
+                let x = &x[*segment];
+                let x = Rows { pairs: x.pairs.as_chunks::<16>().0, scales: &x.scales, stride: x.rows, first: 0 };
+                let mut row = 0;
+                while row < y.len() {
+                    row += match (y.len() - row).min(S::DIRECT) {
+                        4.. => low_rank::<S, 4>(s, weights, x, row, factors, y),
+                        3 => low_rank::<S, 3>(s, weights, x, row, factors, y),
+                        2 => low_rank::<S, 2>(s, weights, x, row, factors, y),
+                        _ => low_rank::<S, 1>(s, weights, x, row, factors, y),
+                    };
+                }
+                continue;
+            }
+            (Values::F16(b), Inner::Floats(x)) => {
+                buffer.resize(y.len(), Line([0.0; LANES]));
+                halves(s, &b[tile * lines..][..lines], &x[*segment], buffer);
+            }
+            (Values::F32(b), Inner::Floats(x)) => {
+                buffer.resize(y.len(), Line([0.0; LANES]));
+                singles(s, &b[tile * lines..][..lines], &x[*segment], buffer);
             }
             _ => unreachable!("the inner activations are made for the matrix"),
         }
-        for (y, low_rank) in y.iter_mut().zip(low_rank.iter()) {
-            for ((y, v), &of) in y.0.iter_mut().zip(low_rank.0).zip(segments) {
-                *y += if of == segment { v * lora.scale } else { 0.0 };
+        for (y, low_rank) in y.iter_mut().zip(buffer.iter()) {
+            for ((y, v), factor) in y.0.iter_mut().zip(low_rank.0).zip(factors.0) {
+                *y += v * factor;
             }
         }
     }
+}
+
+/// Adds a tile of B, times `factors`, to `R` rows from `row` on; returns `R`.
+#[cfg_attr(target_arch = "wasm32", inline(never))]
+#[cfg_attr(not(target_arch = "wasm32"), inline(always))]
+fn low_rank<S: Simd, const R: usize>(
+    s: S,
+    w: Weights<'_, 8>,
+    x: Rows<'_, 16>,
+    row: usize,
+    factors: &Line<f32>,
+    y: &mut [Line<f32>],
+) -> usize {
+    for part in 0..S::PARTS {
+        let sums = sums::<S, 8, 8, 16, R>(s, w, x, row, part);
+        let factors = s.load_f(&factors.0, part);
+        for r in 0..R {
+            let y = &mut y[row + r].0;
+            s.store_f(s.add_f(s.load_f(y, part), s.mul_f(sums[r], factors)), y, part);
+        }
+    }
+    R
 }
 
 /// Tiles of an affine matrix.
@@ -168,34 +247,50 @@ fn scale_and_bias<S: Simd>(s: S, pairs: &Line<u32>, format: ScaleFormat, part: u
     }
 }
 
+/// Rows of quantised inputs.
+#[derive(Clone, Copy)]
+struct Rows<'a, const PAIRS: usize> {
+    /// `[groups, stride]`.
+    pairs: &'a [[i32; PAIRS]],
+    /// `[groups, stride]`.
+    scales: &'a [Scale],
+    /// Rows per group.
+    stride: usize,
+    /// The first that counts.
+    first: usize,
+}
+
 /// `WORDS` words and `PAIRS` pairs of inputs make a group.
 #[inline(always)]
 fn affine<S: Simd, const BITS: usize, const WORDS: usize, const PAIRS: usize>(
     s: S,
     tiles: Tiles<'_>,
     x: &Quantised,
+    rows: Range<usize>,
     y: &mut [Line<f32>],
 ) {
-    let pairs = x.pairs.as_chunks::<PAIRS>().0;
-    let words = tiles.lines / tiles.groups.max(1);
+    let x = Rows { pairs: x.pairs.as_chunks::<PAIRS>().0, scales: &x.scales, stride: x.rows, first: rows.start };
+    let (rows, words) = (rows.len(), tiles.lines / tiles.groups.max(1));
     let data = tiles.data.chunks_exact(tiles.lines).zip(tiles.scales.chunks_exact(tiles.groups));
-    for ((data, scales), y) in data.zip(y.chunks_exact_mut(x.rows)) {
+    for ((data, scales), y) in data.zip(y.chunks_exact_mut(rows)) {
         let weights = Weights { data: data.as_chunks::<WORDS>().0, scales, format: tiles.format, words };
-        if x.rows > S::DIRECT {
-            buffered::<S, BITS, WORDS, PAIRS>(s, weights, pairs, &x.scales, y);
+        if rows > S::DIRECT {
+            buffered::<S, BITS, WORDS, PAIRS>(s, weights, x, y);
             continue;
         }
         let mut row = 0;
-        while row < x.rows {
+        while row < rows {
             // Passes as even as they can be.
-            let left = x.rows - row;
+            let left = rows - row;
             row += match left.div_ceil(left.div_ceil(S::ROWS)).min(S::DIRECT) {
-                6.. => direct::<S, BITS, WORDS, PAIRS, 6>(s, weights, pairs, &x.scales, row, y),
-                5 => direct::<S, BITS, WORDS, PAIRS, 5>(s, weights, pairs, &x.scales, row, y),
-                4 => direct::<S, BITS, WORDS, PAIRS, 4>(s, weights, pairs, &x.scales, row, y),
-                3 => direct::<S, BITS, WORDS, PAIRS, 3>(s, weights, pairs, &x.scales, row, y),
-                2 => direct::<S, BITS, WORDS, PAIRS, 2>(s, weights, pairs, &x.scales, row, y),
-                _ => direct::<S, BITS, WORDS, PAIRS, 1>(s, weights, pairs, &x.scales, row, y),
+                8.. => direct::<S, BITS, WORDS, PAIRS, 8>(s, weights, x, row, y),
+                7 => direct::<S, BITS, WORDS, PAIRS, 7>(s, weights, x, row, y),
+                6 => direct::<S, BITS, WORDS, PAIRS, 6>(s, weights, x, row, y),
+                5 => direct::<S, BITS, WORDS, PAIRS, 5>(s, weights, x, row, y),
+                4 => direct::<S, BITS, WORDS, PAIRS, 4>(s, weights, x, row, y),
+                3 => direct::<S, BITS, WORDS, PAIRS, 3>(s, weights, x, row, y),
+                2 => direct::<S, BITS, WORDS, PAIRS, 2>(s, weights, x, row, y),
+                _ => direct::<S, BITS, WORDS, PAIRS, 1>(s, weights, x, row, y),
             };
         }
     }
@@ -217,34 +312,77 @@ struct Weights<'a, const WORDS: usize> {
 fn direct<S: Simd, const BITS: usize, const WORDS: usize, const PAIRS: usize, const R: usize>(
     s: S,
     w: Weights<'_, WORDS>,
-    x: &[[i32; PAIRS]],
-    x_scales: &[Scale],
+    x: Rows<'_, PAIRS>,
     row: usize,
     y: &mut [Line<f32>],
 ) -> usize {
-    let rows = y.len();
     for part in 0..S::PARTS {
-        let mut out = [s.splat_f(0.0); R];
-        let x = x.chunks_exact(rows).zip(x_scales.chunks_exact(rows));
-        for ((data, scale), (x, x_scale)) in w.data.iter().zip(w.scales).zip(x) {
-            let (Some(x), Some(x_scale)) = (x[row..].first_chunk::<R>(), x_scale[row..].first_chunk::<R>()) else {
-                return R;
-            };
-            let dots = match (BITS, R) {
-                (4, ..=2) => direct4(s, data, x, part, w.words),
-                (4, _) => direct4_wide(s, data, x, part),
-                _ => direct8(s, data, x, part, w.words),
-            };
-            let scale = scale_and_bias(s, scale, w.format, part);
-            for r in 0..R {
-                out[r] = fold(s, out[r], scale, dots[r], x_scale[r]);
-            }
-        }
+        let sums = sums::<S, BITS, WORDS, PAIRS, R>(s, w, x, row, part);
         for r in 0..R {
-            s.store_f(out[r], &mut y[row + r].0, part);
+            s.store_f(sums[r], &mut y[row + r].0, part);
         }
     }
     R
+}
+
+/// How many groups ahead weights are asked for: the processor itself looks ahead only within a page.
+const AHEAD: usize = 16;
+
+/// A part of a tile's products with `R` rows from `row` on.
+#[inline(always)]
+fn sums<S: Simd, const BITS: usize, const WORDS: usize, const PAIRS: usize, const R: usize>(
+    s: S,
+    w: Weights<'_, WORDS>,
+    x: Rows<'_, PAIRS>,
+    row: usize,
+    part: usize,
+) -> [S::F; R] {
+    let mut out = [s.splat_f(0.0); R];
+    let inputs = x.pairs.chunks_exact(x.stride).zip(x.scales.chunks_exact(x.stride));
+    let row = x.first + row;
+    for ((data, scale), (x, x_scale)) in w.data.iter().zip(w.scales).zip(inputs) {
+        let (Some(x), Some(x_scale)) = (x[row..].first_chunk::<R>(), x_scale[row..].first_chunk::<R>()) else {
+            return out;
+        };
+        for line in data {
+            s.prefetch(std::ptr::from_ref(line).wrapping_add(AHEAD * WORDS));
+        }
+        s.prefetch(std::ptr::from_ref(scale).wrapping_add(AHEAD));
+        let dots = match (BITS, R) {
+            (4, ..=2) => direct4(s, data, x, part, w.words),
+            (4, ..=6) => direct4_wide(s, data, x, part),
+            (4, _) => direct4_widest(s, data, x, part),
+            _ => direct8(s, data, x, part, w.words),
+        };
+        let scale = scale_and_bias(s, scale, w.format, part);
+        for r in 0..R {
+            out[r] = fold(s, out[r], scale, dots[r], x_scale[r]);
+        }
+    }
+    out
+}
+
+/// Dot products of a group of 4-bit weights for so many rows that one sum each is enough.
+#[inline(always)]
+fn direct4_widest<S: Simd, const WORDS: usize, const PAIRS: usize, const R: usize>(
+    s: S,
+    data: &[Line<u32>; WORDS],
+    x: &[[i32; PAIRS]; R],
+    part: usize,
+) -> [S::I; R] {
+    let mask = s.splat(0x000F_000F);
+    let mut sums = [s.splat(0); R];
+    for i in 0..WORDS {
+        let word = s.load(&data[i].0, part);
+        let pairs =
+            [s.and(word, mask), s.and(s.shr::<8>(word), mask), s.and(s.shr::<4>(word), mask), s.and(s.shr::<12>(word), mask)];
+        for (j, pair) in pairs.into_iter().enumerate() {
+            for r in 0..R {
+                sums[r] = s.dot_splat(sums[r], pair, &x[r][4 * i + j]);
+            }
+        }
+    }
+    sums
 }
 
 /// Dot products of a group of 4-bit weights for several rows: two sums a row, so that a chain of products does not wait for
@@ -346,15 +484,15 @@ fn fold<S: Simd>(s: S, y: S::F, (scale, bias): (S::F, S::F), dot: S::I, x: Scale
 fn buffered<S: Simd, const BITS: usize, const WORDS: usize, const PAIRS: usize>(
     s: S,
     w: Weights<'_, WORDS>,
-    x: &[[i32; PAIRS]],
-    x_scales: &[Scale],
+    x: Rows<'_, PAIRS>,
     y: &mut [Line<f32>],
 ) {
     let rows = y.len();
     let mut pairs = [Line([0u32; LANES]); PAIRS];
     y.fill(Line([0.0; LANES]));
-    let x = x.chunks_exact(rows).zip(x_scales.chunks_exact(rows));
-    for ((data, scale), (x, x_scale)) in w.data.iter().zip(w.scales).zip(x) {
+    let inputs = x.pairs.chunks_exact(x.stride).zip(x.scales.chunks_exact(x.stride));
+    for ((data, scale), (pairs_of, scale_of)) in w.data.iter().zip(w.scales).zip(inputs) {
+        let (x, x_scale) = (&pairs_of[x.first..], &scale_of[x.first..]);
         unpack::<S, BITS>(s, data, &mut pairs);
         let mut row = 0;
         while row < rows {
@@ -491,6 +629,7 @@ fn float_pass<S: Simd, const R: usize>(s: S, w: &[Line<f32>; CHUNK], x: &[[f32; 
 #[cfg(test)]
 mod tests {
     use super::super::simd::Level;
+    use super::super::threads::Crew;
     use super::*;
     use crate::kernels::matmul::{self, Operands};
     use crate::kernels::testing::{Q4, Q8, Random, random};
@@ -518,8 +657,8 @@ mod tests {
         let (mut quantised, mut panel) = (Quantised::default(), Panel::default());
         let input = match case.matrix.group() {
             Some(group) => {
-                quantised.fill(level, x, case.stride, rows.len(), case.matrix.k, group);
-                Input::Integers(&quantised)
+                quantised.fill(&mut Crew::default(), level, x, case.stride, rows.len(), case.matrix.k, group);
+                Input::Integers(&quantised, 0)
             }
             None => {
                 panel.fill(x, case.stride, rows.len(), case.matrix.k);
@@ -592,6 +731,71 @@ mod tests {
                 let changed = matmul::product(&op);
                 if !matches!(format, Format::F16) {
                     assert!((changed[0] - want[0]).abs() > bound(&case, 0, 0), "{format:?} {n}x{k}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_low_rank_part_is_added_where_its_segments_say() {
+        // Stacked segments that end inside tiles, interleaved ones, and one alone; one group of inputs and two.
+        let (n, k, rows, adapter, scale) = (53, 64, 6, 1..5, 0.75);
+        let of: [(usize, fn(usize) -> usize); 3] =
+            [(3, |o| usize::from(o >= 20) + usize::from(o >= 39)), (2, |o| o % 2), (1, |_| 0)];
+        for (count, of) in of {
+            for (format, rank) in [(Q4, 5), (Q4, 40), (Format::F16, 7), (Format::F32, 16)] {
+                let base = case(if format == Q4 { Q4 } else { format }, n, k, rows);
+                let b = case(if format == Q4 { Format::F32 } else { format }, n, rank, adapter.len() * count);
+                let b_matrix = if format == Q4 { b.matrix.quantised(32).unwrap() } else { b.matrix.clone() };
+                let segments = Segments::new(n, scale, of);
+                assert_eq!(segments.count(), count);
+                let (mut integers, mut floats) = (vec![Quantised::default(); count], vec![Panel::default(); count]);
+                for level in Level::all() {
+                    for g in 0..count {
+                        let x = &b.x[g * b.stride..];
+                        integers[g].fill(&mut Crew::default(), level, x, count * b.stride, adapter.len(), rank, 32);
+                        floats[g].fill(x, count * b.stride, adapter.len(), rank);
+                    }
+                    let inner = if format == Q4 { Inner::Integers(&integers) } else { Inner::Floats(&floats) };
+                    let (mut quantised, mut panel) = (Quantised::default(), Panel::default());
+                    let input = match base.matrix.group() {
+                        Some(group) => {
+                            quantised.fill(&mut Crew::default(), level, &base.x, base.stride, rows, k, group);
+                            Input::Integers(&quantised, 0)
+                        }
+                        None => {
+                            panel.fill(&base.x, base.stride, rows, k);
+                            Input::Floats(&panel)
+                        }
+                    };
+                    let lora = LoraPart { b: &b_matrix, inner, rows: adapter.clone(), segments: &segments };
+                    let op = Product { matrix: &base.matrix, input, rows, norm: &[], bias: &[], lora: Some(lora) };
+                    let mut with = vec![Line([f32::NAN; LANES]); base.matrix.tiles * rows];
+                    product(level, &op, 0, &mut with);
+                    let mut without = with.clone();
+                    product(level, &Product { lora: None, ..op.clone() }, 0, &mut without);
+                    let mut weights = vec![0.0; rank];
+                    for o in 0..n {
+                        b_matrix.row(o, &mut weights);
+                        for r in 0..rows {
+                            let at = o / LANES * rows + r;
+                            let got = with[at].0[o % LANES] - without[at].0[o % LANES];
+                            if !adapter.contains(&r) {
+                                assert_eq!(got, 0.0);
+                                continue;
+                            }
+                            let dot = |segment: usize| {
+                                let x = &b.x[((r - adapter.start) * count + segment) * b.stride..];
+                                weights.iter().zip(x).map(|(w, x)| f64::from(w * x)).sum::<f64>() * f64::from(scale)
+                            };
+                            let size: f32 = without[at].0[o % LANES].abs() + 50.0;
+                            let near = |want: f64| (f64::from(got) - want).abs() < f64::from(size) * 2e-5 * rank as f64;
+                            assert!(near(dot(of(o))), "{format:?} rank {rank} {} row {r} output {o}", level.name());
+                            if count > 1 && (dot((of(o) + 1) % count) - dot(of(o))).abs() > f64::from(size) * 4e-5 * rank as f64 {
+                                assert!(!near(dot((of(o) + 1) % count)), "control");
+                            }
+                        }
+                    }
                 }
             }
         }

@@ -28,6 +28,8 @@ pub trait Simd: Copy {
     const PARTS: usize;
     /// Rows of a call that a product keeps in registers at once.
     const ROWS: usize;
+    /// Queries whose scores and sums attention keeps in registers at once; 1 to 4, 8 or 12.
+    const QUERIES: usize;
     /// Most rows of a product that read packed weights directly; more rows unpack a group into a buffer first.
     const DIRECT: usize;
 
@@ -58,6 +60,10 @@ pub trait Simd: Copy {
     fn mul_f(self, a: Self::F, b: Self::F) -> Self::F;
     /// Finite f16.
     fn load_half(self, from: &[u16; LANES], part: usize) -> Self::F;
+
+    /// Asks for the cache line at an address, which may lie anywhere, ahead of its use.
+    #[inline(always)]
+    fn prefetch<T>(self, _: *const T) {}
 }
 
 /// 2^112: what an f16's exponent, moved into an f32, is short of.
@@ -102,6 +108,7 @@ impl Simd for Portable {
     type F = [f32; LANES];
     const PARTS: usize = 1;
     const ROWS: usize = 2;
+    const QUERIES: usize = 4;
     const DIRECT: usize = 2;
 
     #[inline(always)]
@@ -220,6 +227,7 @@ mod wasm {
         type F = V;
         const PARTS: usize = 2;
         const ROWS: usize = 4;
+        const QUERIES: usize = 4;
         const DIRECT: usize = 2;
 
         #[inline(always)]
@@ -348,6 +356,7 @@ pub(super) mod x86 {
         type F = F2;
         const PARTS: usize = 1;
         const ROWS: usize = 4;
+        const QUERIES: usize = 4;
         const DIRECT: usize = 2;
 
         #[inline(always)]
@@ -429,6 +438,11 @@ pub(super) mod x86 {
             let at = from.as_ptr().cast::<__m128i>();
             unsafe { [_mm256_cvtph_ps(_mm_loadu_si128(at)), _mm256_cvtph_ps(_mm_loadu_si128(at.add(1)))] }
         }
+        #[inline(always)]
+        fn prefetch<T>(self, at: *const T) {
+            // A prefetch never faults.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+        }
     }
 
     /// `vpdpwssd` with its input broadcast from memory. The compiler takes the intrinsic apart into a broadcast, a
@@ -452,8 +466,9 @@ pub(super) mod x86 {
         type I = __m512i;
         type F = __m512;
         const PARTS: usize = 1;
-        // Two sums a row, so that a chain of products does not wait for itself, and the row's output.
-        const ROWS: usize = 6;
+        // One or two sums a row and the row's output.
+        const ROWS: usize = 8;
+        const QUERIES: usize = 12;
         const DIRECT: usize = usize::MAX;
 
         #[inline(always)]
@@ -528,6 +543,11 @@ pub(super) mod x86 {
         fn load_half(self, from: &[u16; LANES], _: usize) -> __m512 {
             unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.as_ptr().cast())) }
         }
+        #[inline(always)]
+        fn prefetch<T>(self, at: *const T) {
+            // A prefetch never faults.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+        }
     }
 }
 
@@ -551,21 +571,39 @@ impl Level {
     /// The levels this processor has, slowest first.
     #[must_use]
     pub fn all() -> Vec<Self> {
-        let mut levels = vec![Self::Portable(Portable)];
-        #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
-        levels.push(Self::Wasm(Wasm));
-        #[cfg(target_arch = "x86_64")]
-        {
-            levels.extend(x86::Avx2::detect().map(Self::Avx2));
-            levels.extend(x86::Avx512::detect().map(Self::Avx512));
-        }
-        levels
+        let levels = [
+            Some(Self::Portable(Portable)),
+            #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
+            Some(Self::Wasm(Wasm)),
+            #[cfg(target_arch = "x86_64")]
+            x86::Avx2::detect().map(Self::Avx2),
+            #[cfg(target_arch = "x86_64")]
+            x86::Avx512::detect().map(Self::Avx512),
+        ];
+        levels.into_iter().flatten().collect()
     }
 
     /// The fastest level this processor has.
     #[must_use]
     pub fn best() -> Self {
         Self::all().pop().unwrap_or(Self::Portable(Portable))
+    }
+
+    /// [`Simd::QUERIES`].
+    #[must_use]
+    pub fn queries(self) -> usize {
+        fn of<S: Simd>(_: S) -> usize {
+            S::QUERIES
+        }
+        match self {
+            Self::Portable(s) => of(s),
+            #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
+            Self::Wasm(s) => of(s),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(s) => of(s),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512(s) => of(s),
+        }
     }
 
     /// Its name, for a model's info.

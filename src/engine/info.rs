@@ -16,7 +16,7 @@ use crate::weights::packed::Format;
 /// What was learned while loading.
 #[derive(Debug, Clone)]
 pub(super) struct Facts {
-    /// Bytes of all packed weights, each counted once.
+    /// Bytes of all weights as the backend holds them, each counted once.
     pub weight_bytes: u64,
     /// Weights that every row of a call is multiplied with (the head included, the embedding and the adapter not).
     pub multiplied_weights: u64,
@@ -44,7 +44,10 @@ impl Facts {
             _ => None,
         });
         Self {
-            weight_bytes: checkpoint.packed_bytes(),
+            weight_bytes: match &calls.on {
+                Runs::Cpu(cpu) => cpu.weight_bytes() as u64,
+                _ => checkpoint.packed_bytes(),
+            },
             multiplied_weights: multiplied.filter(|m| m.role != Role::Lora).map(|m| (m.n * m.k) as u64).sum(),
             backend: match &calls.on {
                 Runs::Gpu(_) => "webgpu",

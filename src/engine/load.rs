@@ -293,6 +293,9 @@ impl Model {
             .await?;
             stopped?;
         }
+        if let Runs::Cpu(cpu) = &mut calls.on {
+            cpu.settle()?;
+        }
         let facts = Facts::new(&checkpoint, &calls, context, half_cache, reason);
         let default = choose::Default::unmeasured(&checkpoint.program.rules());
         let mut model = Self { calls, program: checkpoint.program, tokenizer, template, end_ids, facts, default };
