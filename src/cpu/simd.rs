@@ -85,15 +85,18 @@ pub fn high_half<S: Simd>(s: S, pairs: S::I) -> S::F {
     s.mul_f(s.bits_to_f(bits), s.splat_f(HALF_BIAS))
 }
 
-/// Plain Rust.
+/// Plain Rust. A page with SIMD128 carries no second copy of the kernels.
+#[cfg(not(all(target_arch = "wasm32", target_feature = "simd128")))]
 #[derive(Debug, Clone, Copy)]
 pub struct Portable;
 
+#[cfg(not(all(target_arch = "wasm32", target_feature = "simd128")))]
 #[inline(always)]
 fn each<A: Copy, B>(a: [A; LANES], f: impl Fn(A) -> B) -> [B; LANES] {
     a.map(f)
 }
 
+#[cfg(not(all(target_arch = "wasm32", target_feature = "simd128")))]
 #[inline(always)]
 fn both<A: Copy, B: Copy + Default>(a: [A; LANES], b: [A; LANES], f: impl Fn(A, A) -> B) -> [B; LANES] {
     let mut out = [B::default(); LANES];
@@ -103,6 +106,7 @@ fn both<A: Copy, B: Copy + Default>(a: [A; LANES], b: [A; LANES], f: impl Fn(A, 
     out
 }
 
+#[cfg(not(all(target_arch = "wasm32", target_feature = "simd128")))]
 impl Simd for Portable {
     type I = [u32; LANES];
     type F = [f32; LANES];
@@ -555,6 +559,7 @@ pub(super) mod x86 {
 #[derive(Debug, Clone, Copy)]
 pub enum Level {
     /// Plain Rust.
+    #[cfg(not(all(target_arch = "wasm32", target_feature = "simd128")))]
     Portable(Portable),
     /// SIMD128.
     #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
@@ -568,13 +573,12 @@ pub enum Level {
 }
 
 impl Level {
-    /// The levels this processor has, slowest first.
+    /// The levels this processor has, slowest first. (A page with SIMD128 has but one.)
+    #[cfg(not(all(target_arch = "wasm32", target_feature = "simd128")))]
     #[must_use]
     pub fn all() -> Vec<Self> {
         let levels = [
             Some(Self::Portable(Portable)),
-            #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
-            Some(Self::Wasm(Wasm)),
             #[cfg(target_arch = "x86_64")]
             x86::Avx2::detect().map(Self::Avx2),
             #[cfg(target_arch = "x86_64")]
@@ -586,6 +590,9 @@ impl Level {
     /// The fastest level this processor has.
     #[must_use]
     pub fn best() -> Self {
+        #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
+        return Self::Wasm(Wasm);
+        #[cfg(not(all(target_arch = "wasm32", target_feature = "simd128")))]
         Self::all().pop().unwrap_or(Self::Portable(Portable))
     }
 
@@ -596,6 +603,7 @@ impl Level {
             S::QUERIES
         }
         match self {
+            #[cfg(not(all(target_arch = "wasm32", target_feature = "simd128")))]
             Self::Portable(s) => of(s),
             #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
             Self::Wasm(s) => of(s),
@@ -610,6 +618,7 @@ impl Level {
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
+            #[cfg(not(all(target_arch = "wasm32", target_feature = "simd128")))]
             Self::Portable(_) => "portable",
             #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
             Self::Wasm(_) => "wasm simd128",
@@ -628,6 +637,7 @@ macro_rules! simd_fn {
         $vis fn $name(level: $crate::cpu::simd::Level, $($arg: $ty),*) $(-> $ret)? {
             use $crate::cpu::simd::Level;
             match level {
+                #[cfg(not(all(target_arch = "wasm32", target_feature = "simd128")))]
                 Level::Portable(s) => $body(s, $($arg),*),
                 #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
                 Level::Wasm(s) => $body(s, $($arg),*),
