@@ -211,6 +211,7 @@ fn spans(cache: &LayerCache, rows: &[CallRow], window: Option<u32>) -> (Vec<Span
 simd_fn! {
     /// Attention of the query heads that share key head `kv`, of a few rows: row `r`'s are at `q[r * stride ..]`, `out` is
     /// `[rows][Hq / Hkv, Dh]`. A row's result does not depend on the rows beside it.
+    #[allow(clippy::too_many_arguments, reason = "one place calls it")]
     pub(super) fn attend(
         cache: &LayerCache,
         rows: &[CallRow],
@@ -459,7 +460,7 @@ fn weigh<S: Simd, const R: usize, const C: usize>(
         }
         for (slot, weights) in of.slots.clone().zip(of.weights.chunks_exact(of.queries)) {
             let Some(weights) = weights[of.query..].first_chunk::<R>() else { break };
-            for c in 0..C {
+            for (c, sums) in sums.iter_mut().enumerate() {
                 let at = of.first + c * of.next + slot;
                 let v = match of.values {
                     Lines::F16(lines) => {
@@ -469,7 +470,7 @@ fn weigh<S: Simd, const R: usize, const C: usize>(
                     Lines::F32(lines) => s.load_f(&lines[at].0, part),
                 };
                 for r in 0..R {
-                    sums[c][r] = s.add_f(sums[c][r], s.mul_f(v, s.splat_f(weights[r])));
+                    sums[r] = s.add_f(sums[r], s.mul_f(v, s.splat_f(weights[r])));
                 }
             }
         }

@@ -150,7 +150,8 @@ mod crew {
             // SAFETY: only the lifetime is changed. The gate is closed and nobody inside (`Close` saw to it, and `self` is
             // borrowed alone), and it will be so again before this function returns, so before `work` ends.
             unsafe {
-                let work: *const (dyn Fn(usize) + Sync) = std::mem::transmute::<&(dyn Fn(usize) + Sync), _>(work);
+                type Work<'a> = dyn Fn(usize) + Sync + 'a;
+                let work = std::mem::transmute::<*const Work<'_>, *const Work<'static>>(std::ptr::from_ref(work));
                 *shared.job.get() = Some(Job { work, count });
             }
             shared.next.store(0, Ordering::Relaxed);
@@ -209,7 +210,7 @@ mod crew {
     /// Waits a moment: at first for some cycles, then, on a busy machine, for others that have work.
     fn pause(turns: &mut u32) {
         *turns += 1;
-        if *turns % 1024 == 0 { std::thread::yield_now() } else { std::hint::spin_loop() }
+        if turns.is_multiple_of(1024) { std::thread::yield_now() } else { std::hint::spin_loop() }
     }
 
     struct Base<T>(*mut T);
