@@ -8,7 +8,7 @@
 #[path = "../tests/matmul_gpu/device.rs"]
 mod device;
 
-use device::{Prepared, Random, Rig, matrix};
+use device::{Prepared, Random, Rig, cpu_seconds, matrix};
 use forecall::gpu::matmul::{self, Binding, DeviceClass, OutputKind, Params, Tile, Variant};
 use forecall::model::program::{Arrangement, LoraB, MatrixId};
 use forecall::weights::packed::{Format, ScaleFormat};
@@ -36,17 +36,6 @@ const SHAPES: [Shape; 8] = [
     Shape { name: "3B down", n: 3072, k: 9216, format: Q4, norm: false, output: OutputKind::Residual },
 ];
 const ROWS: [u32; 7] = [1, 2, 4, 8, 16, 32, 64];
-
-/// Seconds that this process's threads have run, where the system says (Linux): on a software adapter the work itself,
-/// whoever else keeps the machine busy.
-fn cpu_seconds() -> Option<f64> {
-    let mut total = 0.0;
-    for task in std::fs::read_dir("/proc/self/task").ok()? {
-        let text = std::fs::read_to_string(task.ok()?.path().join("schedstat")).ok()?;
-        total += text.split_whitespace().next()?.parse::<f64>().ok()? * 1e-9;
-    }
-    Some(total)
-}
 
 struct Options {
     shape: Option<String>,

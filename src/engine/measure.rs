@@ -122,8 +122,8 @@ impl Model {
         }))
     }
 
-    /// Exact counts of a call's work on the GPU, without draft rows and with a default draft block: dispatches, and bytes of
-    /// weights and adapter bound. Null on other backends.
+    /// Exact counts of a call's work on the GPU, without draft rows and with a default draft block: dispatches, bytes of
+    /// weights and adapter bound, and bytes of keys and values that workgroups read. Null on other backends.
     async fn call_work(&mut self) -> Result<Value> {
         let plain = causal_call(CallKind::Decode, PREFIX, &[0]);
         let mut plans = vec![("autoregressive", plain)];
@@ -144,6 +144,7 @@ impl Model {
                     "rows": plan.rows().len(),
                     "dispatches": counters.dispatches,
                     "weight_bytes_bound": counters.weight_bytes,
+                    "kv_bytes_read": counters.kv_bytes,
                 }),
             );
         }
@@ -193,6 +194,20 @@ pub async fn row_invariance(calls: &mut impl ModelCalls, rules: Option<DraftRule
         };
         if !same(wide, alone) {
             return Ok(false);
+        }
+    }
+    // Far behind, where narrow calls are split along the cache and wide ones are not; what the slots before hold does not
+    // matter.
+    const WIDE: u32 = 20;
+    let far = geometry.context.saturating_sub(WIDE).min(1020);
+    if far >= prefix + 6 && geometry.max_choose >= WIDE as usize {
+        let ids: Vec<u32> = (far..far + WIDE).map(token).collect();
+        let together = run_plan(calls, &causal_call(CallKind::Decode, far, &ids)).await?;
+        for (i, id) in ids.iter().enumerate().step_by(5) {
+            let alone = run_plan(calls, &causal_call(CallKind::Decode, far + i as u32, std::slice::from_ref(id))).await?;
+            if !same(&alone, together.get(i..=i).unwrap_or_default()) {
+                return Ok(false);
+            }
         }
     }
     Ok(true)

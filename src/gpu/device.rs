@@ -163,6 +163,12 @@ impl Gpu {
         Self { info: Arc::new(info), ..self.clone() }
     }
 
+    /// The same device, taken for a real GPU: how tests run on a software adapter what GPUs run.
+    #[must_use]
+    pub fn taken_for_hardware(&self) -> Self {
+        Self { info: Arc::new(GpuInfo { device_type: "discrete", ..GpuInfo::clone(&self.info) }), ..self.clone() }
+    }
+
     /// The first failure of the device, if there was one.
     ///
     /// # Errors

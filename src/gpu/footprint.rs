@@ -1,11 +1,13 @@
 //! What a model will take of a GPU, known from its sizes alone, before there is a device or a weight.
 
+use super::attention::part_bytes;
 use super::buffers::MemoryUse;
 use super::model::{ACTS, CALLS_IN_FLIGHT, geometry};
 use super::steps::argmax_chunks;
 use super::weights::tiles_per_part;
 use crate::decode::schedule::Geometry;
 use crate::error::{Error, Result};
+use crate::kernels::Heads;
 use crate::model::call_rows::{HEADER_WORDS, ROW_WORDS};
 use crate::model::program::{Act, Program};
 use crate::weights::packed::{Format, PackedRows, TILE};
@@ -73,6 +75,8 @@ pub fn footprint(program: &Program, formats: &[Format], context: u32, kv_bytes: 
     sum.memory.kv_cache = cache * arch.layers.len() as u64;
     let rotary = slots * (arch.head_dim as u64) * 4;
     sum.memory.working += sum.storage("the rotary table", rotary, "; use a smaller context")?;
+    let heads = Heads { query: arch.num_attention_heads, key_value: arch.num_key_value_heads, dim: arch.head_dim };
+    sum.memory.working += sum.storage("attention parts", part_bytes(heads, context, limits), "; use a smaller context")?;
     let rows = max_choose as u64;
     let call = (HEADER_WORDS + max_rows * ROW_WORDS) as u64 * 4;
     sum.memory.working += allocated(call) + allocated(rows * argmax_chunks(program) as u64 * 16);

@@ -3,6 +3,7 @@
 //! A loaded model owns all its buffers, bind groups and pipelines; a call uploads its rows, replays one compute pass and
 //! reads back a token and a probability per choosing row. Nothing is allocated on the way.
 
+pub mod attention;
 mod buffers;
 pub mod device;
 pub mod footprint;

@@ -1,10 +1,11 @@
 //! A model on the GPU: [`ModelCalls`] over buffers, bind groups and pipelines that are made once.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
+use super::attention::{Attention, part_bytes};
 use super::buffers::{Allocator, Kind, MemoryUse};
 use super::device::Gpu;
-use super::matmul;
+use super::matmul::{self, DeviceClass};
 use super::pipelines::{PipelineId, Pipelines};
 use super::readback::{self, Mapping};
 use super::steps::{Builder, Steps, Work, argmax_chunks, product_for};
@@ -13,6 +14,7 @@ use super::weights::Weights;
 use crate::decode::plan::{CallPlan, Choice};
 use crate::decode::schedule::{Geometry, MAX_CHOOSE, MAX_ROWS, ModelCalls, SCRATCH_SLOTS, Ticket};
 use crate::error::{Error, Result};
+use crate::kernels::Heads;
 use crate::kernels::rope_kv::Frequencies;
 use crate::model::call_rows::{self, HEADER_WORDS, ROW_WORDS};
 use crate::model::program::{Act, MatrixId, Program, RowSet, VectorId};
@@ -68,6 +70,8 @@ pub struct CallCounters {
     pub dispatches: u32,
     /// Bytes of weights and adapter bound by matrix products, each once.
     pub weight_bytes: u64,
+    /// Bytes of keys and values that attention's workgroups read, each once for every workgroup that reads it.
+    pub kv_bytes: u64,
 }
 
 /// Activations that have buffers.
@@ -112,6 +116,7 @@ pub struct GpuModel {
     program: Program,
     geometry: Geometry,
     kv: KvStorage,
+    attention: Attention,
     allocator: Allocator,
     weights: Weights,
     acts: Activations,
@@ -120,10 +125,13 @@ pub struct GpuModel {
     rotary: wgpu::Buffer,
     call: wgpu::Buffer,
     parts: wgpu::Buffer,
+    attention_parts: wgpu::Buffer,
     choices: wgpu::Buffer,
     staging: Vec<wgpu::Buffer>,
     pipelines: Pipelines,
     products: HashMap<matmul::Variant, PipelineId>,
+    /// By rows of a workgroup; the merge by 0.
+    attentions: HashMap<u32, PipelineId>,
     steps: Option<Steps>,
     words: Vec<u32>,
     in_flight: VecDeque<InFlight>,
@@ -158,7 +166,8 @@ impl GpuModel {
             Precision::F16 => true,
             Precision::Auto => !options.checkpoint_is_f32,
         };
-        let kv = match (half, gpu.info().shader_f16) {
+        // A software adapter pays for every load, and loads packed halves in half as many.
+        let kv = match (half, gpu.info().shader_f16 && gpu.class() == DeviceClass::Gpu) {
             (false, _) => KvStorage::F32,
             (true, true) => KvStorage::F16,
             (true, false) => KvStorage::Pack16,
@@ -187,6 +196,10 @@ impl GpuModel {
         let call = allocator.storage(Kind::Working, "call words", call_words * 4, "")?;
         let (rows, chunks) = (geometry.max_choose as u64, argmax_chunks(&program) as u64);
         let parts = allocator.storage(Kind::Working, "argmax parts", rows * chunks * 16, "")?;
+        let heads = Heads { query: arch.num_attention_heads, key_value: arch.num_key_value_heads, dim: arch.head_dim };
+        let parts_size = part_bytes(heads, geometry.context, gpu.info().limits());
+        let attention = Attention::new(gpu.class(), kv, heads, parts_size);
+        let attention_parts = allocator.storage(Kind::Working, "attention parts", parts_size, "use a smaller context")?;
         let choices = allocator.storage(Kind::Working, "choices", rows * 8, "")?;
         let usage = wgpu::BufferUsages::COPY_DST | wgpu::BufferUsages::MAP_READ;
         let staging = (0..CALLS_IN_FLIGHT)
@@ -197,6 +210,7 @@ impl GpuModel {
             gpu: gpu.clone(),
             geometry,
             kv,
+            attention,
             allocator,
             weights,
             acts,
@@ -204,10 +218,12 @@ impl GpuModel {
             rotary,
             call,
             parts,
+            attention_parts,
             choices,
             staging,
             pipelines: Pipelines::new(gpu.clone()),
             products: HashMap::new(),
+            attentions: HashMap::new(),
             steps: None,
             words: Vec::new(),
             in_flight: VecDeque::with_capacity(CALLS_IN_FLIGHT),
@@ -270,6 +286,9 @@ impl GpuModel {
     /// As for [`GpuModel::ready`].
     pub async fn prepare(&mut self, widths: &[usize], mut progress: impl FnMut(usize, usize)) -> Result<()> {
         self.build()?;
+        let tiles: BTreeSet<u32> = widths.iter().map(|&rows| self.attention.rows(rows as u32)).collect();
+        let tiles = tiles.into_iter().chain(self.attention.splits().then_some(0));
+        let tiles: Vec<u32> = tiles.filter(|rows| !self.attentions.contains_key(rows)).collect();
         let mut missing = Vec::new();
         for step in self.steps.iter().flat_map(|s| &s.list) {
             if let Work::Product { variant, n } = step.work {
@@ -281,10 +300,14 @@ impl GpuModel {
                 }
             }
         }
-        let all = self.pipelines.len() + missing.len();
+        let all = self.pipelines.len() + missing.len() + tiles.len();
         progress(self.pipelines.len(), all);
-        for variant in missing {
-            self.product_pipeline(&variant)?;
+        let products = missing.into_iter().map(Err);
+        for kernel in tiles.into_iter().map(Ok).chain(products) {
+            match kernel {
+                Ok(rows) => self.attention_pipeline(rows)?,
+                Err(variant) => self.product_pipeline(&variant)?,
+            };
             // The wait is what makes a browser compile now rather than in the first call.
             self.settle().await?;
             progress(self.pipelines.len(), all);
@@ -307,6 +330,17 @@ impl GpuModel {
         Ok(id)
     }
 
+    /// Attention's kernel for workgroups of so many rows; the one that merges parts for 0.
+    fn attention_pipeline(&mut self, rows: u32) -> Result<PipelineId> {
+        if let Some(&id) = self.attentions.get(&rows) {
+            return Ok(id);
+        }
+        let kernel = if rows == 0 { variants::attention_merge() } else { self.attention.kernel(rows) };
+        let id = self.pipelines.id(&kernel)?;
+        self.attentions.insert(rows, id);
+        Ok(id)
+    }
+
     fn build(&mut self) -> Result<()> {
         if self.steps.is_some() {
             return Ok(());
@@ -320,9 +354,11 @@ impl GpuModel {
             acts: &self.acts,
             caches: &self.caches,
             kv: self.kv,
+            attention: self.attention,
             rotary: &self.rotary,
             call: &self.call,
             parts: &self.parts,
+            attention_parts: &self.attention_parts,
             choices: &self.choices,
             pipelines: &mut self.pipelines,
             allocator: &mut self.allocator,
@@ -334,6 +370,11 @@ impl GpuModel {
     /// Records a call's one compute pass.
     fn record(&mut self, plan: &CallPlan, steps: &Steps) -> Result<wgpu::CommandEncoder> {
         let class = self.gpu.class();
+        self.counters = CallCounters::default();
+        let (all, end) = (plan.rows().len() as u32, plan.rows().iter().map(|row| row.sees.cache.end).max().unwrap_or(0));
+        let parts = self.attention.parts(all, end);
+        let unit_bytes = (self.program.arch.head_dim.next_multiple_of(4)) as u64 * self.kv.bytes();
+        let mut slots_read = BTreeMap::new();
         let mut runs = Vec::with_capacity(steps.list.len());
         for step in &steps.list {
             let rows = match step.rows {
@@ -346,6 +387,13 @@ impl GpuModel {
             }
             let (pipeline, grid) = match &step.work {
                 Work::PerRow { pipeline, columns } => (*pipeline, [*columns, rows, 1]),
+                Work::Attention { window } => {
+                    let slots = slots_read.entry(*window).or_insert_with(|| self.attention.slots_read(plan.rows(), *window));
+                    self.counters.kv_bytes += 2 * *slots * unit_bytes;
+                    (self.attention_pipeline(self.attention.rows(rows))?, self.attention.grid(rows, parts))
+                }
+                Work::Merge if parts == 1 => continue,
+                Work::Merge => (self.attention_pipeline(0)?, self.attention.merge_grid(rows)),
                 Work::Product { variant, n } => {
                     let (variant, grid) = product_for(class, variant, *n, rows);
                     (self.product_pipeline(&variant)?, grid)
@@ -353,7 +401,6 @@ impl GpuModel {
             };
             runs.push((pipeline, grid, step));
         }
-        self.counters = CallCounters::default();
         let mut encoder = self.gpu.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
         {
             let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());

@@ -12,7 +12,8 @@
 //! Loops are written out as text because drivers differ in whether they keep a private array in registers when a loop
 //! variable indexes it; a literal index leaves them no choice. Bounds are integer expressions over `const` lines.
 //!
-//! naga wants no `enable subgroups;` and Tint insists on it, so that line is added per target ([`Header`]).
+//! naga wants no `enable subgroups;` and Tint insists on it, so that line is added per target ([`Header`]). With it goes
+//! Tint's check that whole workgroups reach every subgroup operation: in attention whole subgroups do, which is enough.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -51,7 +52,7 @@ pub type Setting = (&'static str, Value);
 pub struct Header {
     /// `enable f16;`, both compilers.
     pub f16: bool,
-    /// `enable subgroups;`, Tint only (naga knows the built-ins without it and refuses the line).
+    /// `enable subgroups;` and no check of uniformity, Tint only (naga knows the built-ins without it and refuses the line).
     pub subgroups: bool,
 }
 
@@ -75,7 +76,7 @@ pub fn link(path: &str, settings: &[Setting], header: Header, files: Files) -> R
         out.push_str("enable f16;\n");
     }
     if header.subgroups {
-        out.push_str("enable subgroups;\n");
+        out.push_str("enable subgroups;\ndiagnostic(off, subgroup_uniformity);\n");
     }
     unroll(path, &lines, &constants, &mut out)?;
     Ok(out)
@@ -375,7 +376,11 @@ mod tests {
         assert!(text.starts_with("fn b() {}\nfn a() {}\n"));
         assert_eq!(run("k.wgsl", &[]).unwrap().matches("fn a").count(), 1);
         let header = Header { f16: true, subgroups: true };
-        assert!(link("k.wgsl", &[], header, &files).unwrap().starts_with("enable f16;\nenable subgroups;\nfn a"));
+        assert!(
+            link("k.wgsl", &[], header, &files)
+                .unwrap()
+                .starts_with("enable f16;\nenable subgroups;\ndiagnostic(off, subgroup_uniformity);\nfn a")
+        );
     }
 
     #[test]

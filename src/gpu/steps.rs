@@ -1,5 +1,6 @@
 //! A program as dispatches: bind groups and parameters made once, grids left open until a call's rows are known.
 
+use super::attention::Attention;
 use super::buffers::{Allocator, Kind};
 use super::device::Gpu;
 use super::matmul::{self, DeviceClass, OutputKind};
@@ -36,6 +37,10 @@ pub(super) struct Step {
 pub(super) enum Work {
     /// A fixed pipeline: `columns` workgroups for every row.
     PerRow { pipeline: PipelineId, columns: u32 },
+    /// Attention of a layer with that window.
+    Attention { window: Option<u32> },
+    /// The merge of attention's parts, where a call is split.
+    Merge,
     /// A matrix product of `n` outputs, whose pipeline depends on the rows.
     Product { variant: matmul::Variant, n: u32 },
 }
@@ -60,10 +65,13 @@ pub(super) struct Builder<'a> {
     pub(super) acts: &'a Activations,
     pub(super) caches: &'a [wgpu::Buffer],
     pub(super) kv: KvStorage,
+    pub(super) attention: Attention,
     pub(super) rotary: &'a wgpu::Buffer,
     pub(super) call: &'a wgpu::Buffer,
     /// What the first pass of the choice of tokens writes, [choosing rows, chunks, 4] words.
     pub(super) parts: &'a wgpu::Buffer,
+    /// What attention writes of a call that is split along the cache.
+    pub(super) attention_parts: &'a wgpu::Buffer,
     /// Tokens and probabilities, [choosing rows, 2] words.
     pub(super) choices: &'a wgpu::Buffer,
     pub(super) pipelines: &'a mut Pipelines,
@@ -102,7 +110,7 @@ impl<'a> Builder<'a> {
                 Op::Embed { .. } => self.embed(op, &mut drafts)?,
                 Op::Matmul(product) => self.product(product, &mut drafts)?,
                 Op::RopeKv { .. } => drafts.push(self.rope_kv(op)?),
-                Op::Attention { layer, window } => drafts.push(self.attention(*layer, *window)?),
+                Op::Attention { layer, window } => self.attention(*layer, *window, &mut drafts)?,
                 Op::ArgMax { banned } => self.argmax(*banned, &mut drafts)?,
             }
         }
@@ -219,13 +227,8 @@ impl<'a> Builder<'a> {
         })
     }
 
-    fn attention(&mut self, layer: usize, window: Option<u32>) -> Result<Draft<'a>> {
+    fn attention(&self, layer: usize, window: Option<u32>, drafts: &mut Vec<Draft<'a>>) -> Result<()> {
         let arch = &self.program.arch;
-        let shared_by = arch.num_attention_heads / arch.num_key_value_heads.max(1);
-        let chunks = shared_by.div_ceil(variants::attention_heads(arch.head_dim));
-        let heads = shared_by.div_ceil(chunks.max(1));
-        let units = arch.head_dim.div_ceil(4);
-        let kernel = variants::attention(self.kv, self.gpu.info().subgroups, heads as u32, units as u32);
         let params = [
             arch.num_attention_heads as u32,
             arch.num_key_value_heads as u32,
@@ -236,21 +239,19 @@ impl<'a> Builder<'a> {
             window.unwrap_or(0),
             (1.0 / (arch.head_dim as f32).sqrt()).to_bits(),
         ];
-        Ok(Draft {
-            label: format!("attention {layer}"),
-            work: self.fixed(&kernel, arch.num_key_value_heads * chunks)?,
-            rows: RowSet::All,
-            weight_bytes: 0,
-            params: words(&params),
-            bindings: kernel.bindings,
-            resources: vec![
-                whole(self.act(Act::Qkv)?),
-                whole(self.cache(layer)?),
-                whole(self.act(Act::Attn)?),
-                whole(self.call),
-                None,
-            ],
-        })
+        let (attn, parts) = (self.act(Act::Attn)?, self.attention_parts);
+        let mut draft = |label, work, kernel: Kernel, resources| {
+            let (params, label) = (words(&params), format!("{label} {layer}"));
+            drafts.push(Draft { label, work, rows: RowSet::All, weight_bytes: 0, params, bindings: kernel.bindings, resources });
+        };
+        let (qkv, cache) = (whole(self.act(Act::Qkv)?), whole(self.cache(layer)?));
+        let resources = vec![qkv, cache, whole(attn), whole(self.call), None, whole(parts)];
+        draft("attention", Work::Attention { window }, self.attention.kernel(1), resources);
+        if self.attention.splits() {
+            let resources = vec![whole(parts), whole(attn), whole(self.call), None];
+            draft("attention merge", Work::Merge, variants::attention_merge(), resources);
+        }
+        Ok(())
     }
 
     fn argmax(&mut self, banned: Option<u32>, drafts: &mut Vec<Draft<'a>>) -> Result<()> {

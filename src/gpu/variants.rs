@@ -124,22 +124,34 @@ pub fn rope_kv(kv: KvStorage, subgroups: bool) -> Kernel {
     }
 }
 
-/// Most query heads that share loads of K and V in one workgroup: 16 KB of workgroup memory is what every device has.
+/// Attention of workgroups of `rows` rows and `heads` query heads, with heads of `units` times four dimensions (rounded up).
+/// `share`: the subgroup size, where neighbours hand each other what they read; it divides `units`.
 #[must_use]
-pub fn attention_heads(head_dim: usize) -> usize {
-    if head_dim > 128 { 4 } else { 8 }
-}
-
-/// Attention of `heads` query heads a workgroup, with heads of `units` times four dimensions (rounded up).
-#[must_use]
-pub fn attention(kv: KvStorage, subgroups: bool, heads: u32, units: u32) -> Kernel {
+pub fn attention(kv: KvStorage, share: Option<u32>, rows: u32, heads: u32, units: u32) -> Kernel {
+    let mut settings = vec![kv.setting(), ("ROWS", Value::U32(rows)), ("HEADS", Value::U32(heads)), ("UNITS", Value::U32(units))];
+    if let Some(lanes) = share {
+        settings.extend([("lanes", Value::Text("shared/lanes_share.wgsl")), ("SHARE", Value::U32(lanes))]);
+    }
     Kernel {
         file: "attention.wgsl",
-        settings: vec![kv.setting(), reduce(subgroups), ("HEADS", Value::U32(heads)), ("UNITS", Value::U32(units))],
-        bindings: numbered(&[Read, Read, Write, Read, Uniform]),
+        settings,
+        bindings: numbered(&[Read, Read, Write, Read, Uniform, Write]),
         invocations: 64,
         f16: kv == KvStorage::F16,
-        subgroups,
+        subgroups: share.is_some(),
+    }
+}
+
+/// Merges the parts of attention that was split along the cache.
+#[must_use]
+pub fn attention_merge() -> Kernel {
+    Kernel {
+        file: "attention_merge.wgsl",
+        settings: Vec::new(),
+        bindings: numbered(&[Read, Write, Read, Uniform]),
+        invocations: 64,
+        f16: false,
+        subgroups: false,
     }
 }
 
@@ -200,6 +212,7 @@ files!(
     "argmax.wgsl",
     "argmax_merge.wgsl",
     "attention.wgsl",
+    "attention_merge.wgsl",
     "embed.wgsl",
     "matmul.wgsl",
     "matmul_prefill.wgsl",
@@ -219,10 +232,13 @@ files!(
     "matmul/scales_affine.wgsl",
     "matmul/scales_none.wgsl",
     "rope_kv.wgsl",
+    "shared/attention.wgsl",
     "shared/call.wgsl",
     "shared/kv_f16.wgsl",
     "shared/kv_f32.wgsl",
     "shared/kv_pack16.wgsl",
+    "shared/lanes_alone.wgsl",
+    "shared/lanes_share.wgsl",
     "shared/reduce_subgroup.wgsl",
     "shared/reduce_workgroup.wgsl",
     "shared/scale_bf16.wgsl",
@@ -250,11 +266,12 @@ pub fn all() -> Vec<Kernel> {
     for subgroups in [false, true] {
         for kv in [KvStorage::F32, KvStorage::F16, KvStorage::Pack16] {
             list.push(rope_kv(kv, subgroups));
-            list.extend(
-                [(1, 16), (3, 16), (8, 32), (4, 64), (4, 5)].map(|(heads, units)| attention(kv, subgroups, heads, units)),
-            );
+            let share = subgroups.then_some(8);
+            let shapes = [(8, 1, 16), (4, 3, 16), (1, 8, 32), (2, 4, 64)];
+            list.extend(shapes.map(|(rows, heads, units)| attention(kv, share, rows, heads, units)));
+            list.push(attention(kv, None, 3, 4, 5));
         }
-        list.extend([argmax(subgroups), argmax_merge(subgroups)]);
+        list.extend([argmax(subgroups), argmax_merge(subgroups), attention_merge()]);
     }
     list.extend(matmul::examples(&formats).iter().filter(|v| v.tile.rows <= 2 || v.tile.staged).map(product));
     list

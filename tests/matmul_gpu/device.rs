@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use forecall::gpu::matmul::{Binding, DeviceClass, Params, Variant};
 use forecall::gpu::shader::{self, Header};
+use forecall::gpu::variants::{self, Access, Kernel};
 use forecall::weights::packed::{Format, PackedRows, ScaleFormat};
 use wgpu::util::DeviceExt;
 
@@ -43,7 +44,7 @@ impl Rig {
         let info = adapter.get_info();
         let subgroups = adapter.features() & wgpu::Features::SUBGROUP;
         let (device, queue) = pollster::block_on(adapter.request_device(&wgpu::DeviceDescriptor {
-            required_features: subgroups,
+            required_features: adapter.features() & (wgpu::Features::SUBGROUP | wgpu::Features::SHADER_F16),
             required_limits: wgpu::Limits::default(),
             ..Default::default()
         }))
@@ -76,7 +77,8 @@ impl Rig {
         let module = wgpu::ShaderModuleDescriptor { label: None, source: wgpu::ShaderSource::Wgsl(module_text(variant).into()) };
         // SAFETY: the kernel clamps what it indexes with; the tests run it against a twin.
         let module = unsafe { self.device.create_shader_module_trusted(module, wgpu::ShaderRuntimeChecks::unchecked()) };
-        let entries: Vec<_> = variant.bindings().into_iter().map(layout_entry).collect();
+        let entries: Vec<_> =
+            variants::product(variant).bindings.into_iter().map(|(binding, access)| layout_entry(binding, access)).collect();
         let layout = self.device.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label: None, entries: &entries });
         let layout = self.device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
             label: None,
@@ -96,6 +98,43 @@ impl Rig {
         });
         self.pipelines.insert(*variant, pipeline.clone());
         pipeline
+    }
+
+    /// Any kernel, linked from the source tree, with a buffer for each of its bindings in their order.
+    #[allow(dead_code, reason = "products have `prepare`")]
+    pub fn prepare_kernel(&self, kernel: &Kernel, buffers: &[&wgpu::Buffer], grid: [u32; 3]) -> Prepared {
+        let text = shader::link(kernel.file, &kernel.settings, Header { f16: kernel.f16, subgroups: false }, &shader_file);
+        let module = wgpu::ShaderModuleDescriptor {
+            label: None,
+            source: wgpu::ShaderSource::Wgsl(text.expect("the kernel links").into()),
+        };
+        let module = self.device.create_shader_module(module);
+        let entries: Vec<_> = kernel.bindings.iter().map(|&(binding, access)| layout_entry(binding, access)).collect();
+        let layout = self.device.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label: None, entries: &entries });
+        let entries: Vec<_> = kernel
+            .bindings
+            .iter()
+            .zip(buffers)
+            .map(|(&(binding, _), buffer)| wgpu::BindGroupEntry { binding, resource: buffer.as_entire_binding() })
+            .collect();
+        let group = self.device.create_bind_group(&wgpu::BindGroupDescriptor { label: None, layout: &layout, entries: &entries });
+        let layout = self.device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
+            label: None,
+            bind_group_layouts: &[Some(&layout)],
+            ..Default::default()
+        });
+        let pipeline = self.device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
+            label: None,
+            layout: Some(&layout),
+            module: &module,
+            entry_point: Some("main"),
+            compilation_options: wgpu::PipelineCompilationOptions {
+                zero_initialize_workgroup_memory: false,
+                ..Default::default()
+            },
+            cache: None,
+        });
+        Prepared { pipeline, group, grid }
     }
 
     /// `buffer_of` names the buffer of each binding but the parameters.
@@ -172,6 +211,18 @@ impl Rig {
     }
 }
 
+/// Seconds that this process's threads have run, where the system says (Linux): on a software adapter the work itself,
+/// whoever else keeps the machine busy.
+#[allow(dead_code, reason = "only benchmarks take time")]
+pub fn cpu_seconds() -> Option<f64> {
+    let mut total = 0.0;
+    for task in std::fs::read_dir("/proc/self/task").ok()? {
+        let text = std::fs::read_to_string(task.ok()?.path().join("schedstat")).ok()?;
+        total += text.split_whitespace().next()?.parse::<f64>().ok()? * 1e-9;
+    }
+    Some(total)
+}
+
 /// A deterministic stream of numbers.
 pub struct Random(pub u64);
 
@@ -191,6 +242,7 @@ impl Random {
     }
 }
 
+#[allow(dead_code, reason = "attention has no matrix")]
 /// A random matrix; what lies beyond `n` and `k` is zero, as the packed layout has it.
 pub fn matrix(format: Format, n: usize, k: usize, random: &mut Random) -> PackedRows {
     let mut m = PackedRows { format, first_row: 0, n, k, data: vec![], scales: vec![] };
@@ -232,14 +284,13 @@ pub fn matrix(format: Format, n: usize, k: usize, random: &mut Random) -> Packed
     m
 }
 
-fn layout_entry(binding: Binding) -> wgpu::BindGroupLayoutEntry {
-    let ty = match binding {
-        Binding::Params | Binding::Call => wgpu::BufferBindingType::Uniform,
-        Binding::Output | Binding::Hidden => wgpu::BufferBindingType::Storage { read_only: false },
-        _ => wgpu::BufferBindingType::Storage { read_only: true },
+fn layout_entry(binding: u32, access: Access) -> wgpu::BindGroupLayoutEntry {
+    let ty = match access {
+        Access::Uniform => wgpu::BufferBindingType::Uniform,
+        _ => wgpu::BufferBindingType::Storage { read_only: access == Access::Read },
     };
     wgpu::BindGroupLayoutEntry {
-        binding: binding as u32,
+        binding,
         visibility: wgpu::ShaderStages::COMPUTE,
         ty: wgpu::BindingType::Buffer { ty, has_dynamic_offset: false, min_binding_size: None },
         count: None,

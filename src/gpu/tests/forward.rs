@@ -16,8 +16,12 @@ use crate::weights::packed::Format;
 const CONTEXT: u32 = 64;
 
 pub(super) fn load(gpu: &Gpu, tiny: &Tiny, precision: Precision) -> GpuModel {
+    load_with(gpu, tiny, precision, CONTEXT)
+}
+
+pub(super) fn load_with(gpu: &Gpu, tiny: &Tiny, precision: Precision, context: u32) -> GpuModel {
     let program = tiny.program();
-    let options = ModelOptions { context: CONTEXT, precision, checkpoint_is_f32: false };
+    let options = ModelOptions { context, precision, checkpoint_is_f32: false };
     let mut model = GpuModel::new(gpu, program.clone(), options).unwrap();
     tiny.fill(&program, 5, &mut model);
     block_on(model.ready()).unwrap();
@@ -25,8 +29,12 @@ pub(super) fn load(gpu: &Gpu, tiny: &Tiny, precision: Precision) -> GpuModel {
 }
 
 pub(super) fn reference(tiny: &Tiny) -> Reference {
+    reference_with(tiny, CONTEXT)
+}
+
+fn reference_with(tiny: &Tiny, context: u32) -> Reference {
     let program = tiny.program();
-    let mut model = Reference::new(program.clone(), CONTEXT);
+    let mut model = Reference::new(program.clone(), context);
     tiny.fill(&program, 5, &mut model);
     model
 }
@@ -132,6 +140,49 @@ fn a_row_alone_equals_the_row_in_a_wide_call_bit_for_bit() {
                 assert_eq!(a.0[..slots], b.0[..slots]);
                 assert_eq!(a.1[..slots], b.1[..slots]);
             }
+        }
+    }
+}
+
+/// What real GPUs run: calls behind a long cache in parts, wider ones in one, other matrix kernels.
+#[test]
+fn calls_split_along_the_cache_give_the_same_bits() {
+    for (i, tiny) in [Tiny::new(Q4), Tiny { heads: (6, 2, 24), window: Some(900), ..Tiny::new(Q8) }].iter().enumerate() {
+        for plain in [true, false] {
+            let gpu = gpu(plain).taken_for_hardware();
+            let mut model = load_with(&gpu, tiny, Precision::Auto, 1100);
+            let mut expected = reference_with(tiny, 1100);
+            let row = |position: u32| clean((position * 7 + 3) % 31, position);
+            for first in (0..1000).step_by(250) {
+                let mut rows: Vec<Row> = (first..first + 250).map(row).collect();
+                rows.iter_mut().take(249).for_each(|row| row.choose = false);
+                let prompt = plan(rows);
+                logits(&mut model, &prompt);
+                logits(&mut expected, &prompt);
+            }
+            let mut wide = (1000..1020).map(row).collect::<Vec<_>>();
+            let together = logits(&mut model, &plan(wide.clone()));
+            let unsplit = model.counters();
+            let d = distance(&together, &logits(&mut expected, &plan(wide.clone())));
+            assert!(d < 2e-3, "model {i}, plain {plain}: {d}");
+            for at in [0, 7, 19] {
+                let alone = logits(&mut model, &plan(vec![wide[at].clone()]));
+                assert_eq!(alone[0], together[at], "model {i}, plain {plain}, row {at}");
+            }
+            let split = model.counters();
+            assert_eq!(split.dispatches, unsplit.dispatches + 2, "one merge a layer");
+            assert!(split.kv_bytes < unsplit.kv_bytes);
+            wide.truncate(3);
+            wide.extend(block(11, 1003, 5, 3));
+            let packed = plan(wide);
+            let (got, want) = (logits(&mut model, &packed), logits(&mut expected, &packed));
+            let d = distance(&got, &want);
+            assert!(d < 2e-3, "model {i}, plain {plain}, packed: {d}");
+            // Control: a key more or less is noticed.
+            let mut row = row(1019);
+            row.sees.cache.end -= 1;
+            let other = logits(&mut model, &plan(vec![row]));
+            assert_ne!(other[0], together[19]);
         }
     }
 }

@@ -1,9 +1,13 @@
 //! Single kernels against their twins, on odd sizes. Outputs begin as NaN with guard words behind them, and what a row
 //! must not see is NaN too.
 
+use std::ops::Range;
+
 use pollster::block_on;
 
 use super::gpu;
+use crate::gpu::attention::Attention;
+use crate::gpu::matmul::DeviceClass;
 use crate::gpu::pipelines::Pipelines;
 use crate::gpu::variants::{self, Access, Kernel, KvStorage};
 use crate::gpu::{Gpu, readback};
@@ -221,75 +225,206 @@ fn rotation_norm_and_cache() {
     }
 }
 
+/// A case of attention: its sizes, its cache, and what runs it.
+struct AttentionCase {
+    heads: Heads,
+    kv: KvStorage,
+    window: u32,
+    slots: usize,
+    stride: usize,
+    attn_stride: usize,
+    qkv: Vec<f32>,
+    keys: Vec<f32>,
+    values: Vec<f32>,
+}
+
+/// `WordsOf` without token and slot, which attention does not read: position, cache, scratch.
+type Seen = (u32, Range<u32>, Range<u32>);
+
+impl AttentionCase {
+    /// Slots that no row sees hold NaN: `seen` tells which those are not.
+    fn new(heads: Heads, kv: KvStorage, window: u32, rows: usize, slots: usize, seen: impl Fn(usize) -> bool) -> Self {
+        let Heads { query, key_value, dim } = heads;
+        let stride = ((query + 2 * key_value) * dim).next_multiple_of(32);
+        let mut r = Random((query * 1000 + dim) as u64 + 50);
+        let qkv = r.values(rows * stride).iter().map(|v| v * 4.0).collect();
+        let store = |v: f32| if kv == KvStorage::F32 { v } else { half::f16::from_f32(v).to_f32() };
+        let mut region = || -> Vec<f32> {
+            let value = |at: usize| if seen(at / (key_value * dim)) { store(r.value()) } else { f32::NAN };
+            (0..slots * key_value * dim).map(value).collect()
+        };
+        let (keys, values) = (region(), region());
+        Self { heads, kv, window, slots, stride, attn_stride: (query * dim).next_multiple_of(32), qkv, keys, values }
+    }
+
+    /// A call of these rows, whose queries are those of the case's rows `of`, in parts if `parts` > 1: outputs of each row
+    /// as bits. Checks padding and guards.
+    fn run(&self, gpu: &Gpu, tile: (u32, Option<u32>), seen: &[Seen], of: Range<usize>, parts: u32) -> Vec<Vec<u32>> {
+        let Heads { query, key_value, dim } = self.heads;
+        let padded = dim.next_multiple_of(4);
+        let pad = |v: &[f32]| -> Vec<f32> {
+            let head = |h: &[f32]| h.iter().copied().chain(vec![0.0; padded - dim]).collect::<Vec<_>>();
+            v.chunks_exact(dim).flat_map(head).collect()
+        };
+        let all = [pad(&self.keys), pad(&self.values)].concat();
+        let cache = if self.kv == KvStorage::F32 { floats(&all) } else { halves(&all) };
+        let attention = Attention::new(DeviceClass::Gpu, self.kv, self.heads, 1);
+        let kernel = variants::attention(self.kv, tile.1, tile.0, attention.heads(), dim.div_ceil(4) as u32);
+        let params = vec![
+            query as u32,
+            key_value as u32,
+            dim as u32,
+            self.stride as u32,
+            self.attn_stride as u32,
+            self.slots as u32,
+            self.window,
+            (1.0 / (dim as f32).sqrt()).to_bits(),
+        ];
+        let rows = seen.len() as u32;
+        let call = call_of(seen);
+        let out = vec![NAN; seen.len() * self.attn_stride];
+        let scratch = vec![NAN; if parts > 1 { parts as usize * 16 * query * (padded / 4 + 1) * 4 } else { 4 }];
+        let qkv = floats(&self.qkv[of.start * self.stride..of.end * self.stride]);
+        let buffers = [qkv, cache, out.clone(), call.clone(), params.clone(), scratch];
+        let [columns, _, _] = attention.grid(rows, 1);
+        let mut got = run(gpu, &kernel, &buffers, [columns, rows.div_ceil(tile.0), parts]);
+        if parts > 1 {
+            assert!(got[2].iter().all(|w| *w == NAN), "a part was taken for the whole");
+            let buffers = [got.remove(5), out, call, params];
+            got = run(gpu, &variants::attention_merge(), &buffers, attention.merge_grid(rows));
+            got.insert(0, Vec::new());
+        }
+        let outputs: Vec<_> = got[2].chunks_exact(self.attn_stride).collect();
+        assert!(outputs.iter().all(|row| row[query * dim..].iter().all(|w| *w == NAN)), "padding was written");
+        outputs.iter().map(|row| row[..query * dim].to_vec()).collect()
+    }
+
+    /// What the twin says of those rows.
+    fn want(&self, seen: &[Seen], of: Range<usize>) -> Vec<Vec<f64>> {
+        let mut out = vec![0.0; seen.len() * self.attn_stride];
+        let call = call_of(seen);
+        let cache = KeyValues { keys: &self.keys, values: &self.values };
+        let (rows, qkv) = (CallRows::new(&call), &self.qkv[of.start * self.stride..]);
+        attention(rows, self.heads, self.window(), qkv, self.stride, cache, &mut out, self.attn_stride);
+        let width = self.heads.query * self.heads.dim;
+        out.chunks_exact(self.attn_stride).map(|row| row[..width].to_vec()).collect()
+    }
+
+    fn window(&self) -> Option<u32> {
+        (self.window > 0).then_some(self.window)
+    }
+}
+
+fn call_of(seen: &[Seen]) -> Vec<u32> {
+    let rows: Vec<_> = seen.iter().map(|(p, cache, scratch)| (0, *p, 0, cache.clone(), scratch.clone())).collect();
+    words(&rows, 0..0, 0..0)
+}
+
+const ATTENTION_SHAPES: [(usize, usize, usize); 9] =
+    [(3, 1, 16), (4, 2, 24), (9, 3, 64), (2, 2, 18), (10, 1, 80), (2, 1, 256), (4, 1, 128), (9, 1, 6), (1, 1, 5)];
+
+/// The kernels that a shape may meet: rows of a workgroup, and the subgroup size where neighbours share.
+fn tiles(gpu: &Gpu, heads: Heads) -> Vec<(u32, Option<u32>)> {
+    let mut tiles = Vec::new();
+    let classes = [DeviceClass::Gpu, DeviceClass::Cpu { subgroup: Some(4) }, gpu.class()];
+    for attention in classes.map(|class| Attention::new(class, KvStorage::F32, heads, 0)) {
+        for rows in [attention.rows(1), attention.rows(9)] {
+            let whole = heads.dim.div_ceil(4) as u32;
+            let lanes = gpu.info().subgroup_sizes.1;
+            tiles.push((rows, None));
+            if gpu.info().subgroups && gpu.info().subgroup_sizes.0 == lanes && whole.is_multiple_of(lanes) {
+                tiles.push((rows, Some(lanes)));
+            }
+        }
+    }
+    tiles.sort_unstable();
+    tiles.dedup();
+    tiles
+}
+
 #[test]
 fn attention_over_ranges_tiles_and_windows() {
-    let shapes = [(3usize, 1usize, 16usize), (4, 2, 24), (9, 3, 64), (2, 2, 18), (10, 1, 80), (2, 1, 256)];
-    for (i, (query, key_value, dim)) in shapes.into_iter().enumerate() {
+    for (query, key_value, dim) in ATTENTION_SHAPES {
         for kv in [KvStorage::F32, KvStorage::F16, KvStorage::Pack16] {
-            for window in [0u32, 5, 200] {
+            let windows: &[u32] = if kv == KvStorage::F32 { &[0, 5, 200] } else { &[200] };
+            for &window in windows {
                 let gpu = gpu(kv == KvStorage::Pack16);
                 let heads = Heads { query, key_value, dim };
-                let width = (query + 2 * key_value) * dim;
-                let (stride, slots, padded) = (width.next_multiple_of(32), 460usize, dim.next_multiple_of(4));
-                let attn_stride = (query * dim).next_multiple_of(32);
-                let rows = [
-                    (0, 0, 0, 0..1, 440..440),
-                    (0, 129, 0, 0..130, 440..440),
-                    (0, 130, 0, 0..130, 441..450),
-                    (0, 399, 0, 0..400, 0..0),
-                    (0, 7, 0, 3..3, 455..456),
-                    (0, 299, 0, 127..129, 440..444),
+                // Causal rows, blocks whose keys end behind them, scratch ranges that begin together and apart.
+                let rows: [Seen; 9] = [
+                    (0, 0..1, 440..440),
+                    (129, 0..130, 440..440),
+                    (130, 0..130, 441..450),
+                    (399, 0..400, 0..0),
+                    (7, 3..3, 455..456),
+                    (299, 127..129, 440..444),
+                    (131, 0..130, 441..450),
+                    (296, 0..300, 440..440),
+                    (297, 0..300, 452..454),
                 ];
-                let call = words(&rows, 0..0, 0..0);
-                let mut r = Random(i as u64 + 50);
-                let qkv: Vec<f32> = r.values(rows.len() * stride).iter().map(|v| v * 4.0).collect();
                 // Nobody sees slots from 400 to 440 and behind 456: NaN there must not be noticed.
                 let seen = |slot: usize| slot < 400 || (440..456).contains(&slot);
-                let store = |v: f32| if kv == KvStorage::F32 { v } else { half::f16::from_f32(v).to_f32() };
-                let mut region = || -> Vec<f32> {
-                    let value = |slot: usize, r: &mut Random| if seen(slot) { store(r.value()) } else { f32::NAN };
-                    (0..slots).flat_map(|s| (0..key_value * dim).map(|_| value(s, &mut r)).collect::<Vec<_>>()).collect()
-                };
-                let (keys, values) = (region(), region());
-                let pad = |v: &[f32]| -> Vec<f32> {
-                    v.chunks_exact(dim)
-                        .flat_map(|h| h.iter().copied().chain(vec![0.0; padded - dim]).collect::<Vec<_>>())
-                        .collect()
-                };
-                let all = [pad(&keys), pad(&values)].concat();
-                let cache = if kv == KvStorage::F32 { floats(&all) } else { halves(&all) };
-                let shared_by = query / key_value;
-                let chunks = shared_by.div_ceil(variants::attention_heads(dim));
-                let kernel =
-                    variants::attention(kv, gpu.info().subgroups, shared_by.div_ceil(chunks) as u32, dim.div_ceil(4) as u32);
-                let params = vec![
-                    query as u32,
-                    key_value as u32,
-                    dim as u32,
-                    stride as u32,
-                    attn_stride as u32,
-                    slots as u32,
-                    window,
-                    (1.0 / (dim as f32).sqrt()).to_bits(),
-                ];
-                let out = vec![NAN; rows.len() * attn_stride];
-                let buffers = [floats(&qkv), cache, out, call.clone(), params];
-                let got = run(&gpu, &kernel, &buffers, [(key_value * chunks) as u32, rows.len() as u32, 1]);
-                let mut want = vec![0.0; rows.len() * attn_stride];
-                let twin_cache = KeyValues { keys: &keys, values: &values };
-                let window = (window > 0).then_some(window);
-                attention(CallRows::new(&call), heads, window, &qkv, stride, twin_cache, &mut want, attn_stride);
-                let q = query * dim;
-                for row in 0..rows.len() {
-                    if CallRows::new(&call).row(row).keys(window).next().is_none() {
-                        continue; // the window leaves this row nothing; no plan writes such a row
+                let case = AttentionCase::new(heads, kv, window, rows.len(), 460, seen);
+                let want = case.want(&rows, 0..rows.len());
+                let mut first: Option<Vec<Vec<u32>>> = None;
+                for tile in tiles(&gpu, heads) {
+                    for parts in [1, 3] {
+                        let what = format!("{heads:?}, {kv:?}, window {window}, tile {tile:?}, {parts} parts");
+                        let got = case.run(&gpu, tile, &rows, 0..rows.len(), parts);
+                        for row in 0..rows.len() {
+                            if CallRows::new(&call_of(&rows)).row(row).keys(case.window()).next().is_none() {
+                                continue; // the window leaves this row nothing; no plan writes such a row
+                            }
+                            assert_close(&read(&got[row]), &want[row], 1e-5, &format!("{what}, row {row}"));
+                            let first = first.get_or_insert_with(|| got.clone());
+                            assert!(got[row] == first[row], "{what}: other bits than with one row and no parts in row {row}");
+                        }
                     }
-                    let (got, want) = (read(&got[2][row * attn_stride..][..q]), &want[row * attn_stride..][..q]);
-                    assert_close(&got, want, 1e-5, &format!("case {i}, {kv:?}, window {window:?}, row {row}"));
                 }
-                let padding = got[2].chunks_exact(attn_stride).all(|row| row[q..].iter().all(|w| *w == NAN));
-                assert!(padding, "padding was written");
             }
+        }
+    }
+}
+
+#[test]
+fn attention_gives_a_row_the_same_bits_in_any_call() {
+    const SLOTS: usize = 1200;
+    for (i, (query, key_value, dim)) in ATTENTION_SHAPES.into_iter().enumerate() {
+        let kv = [KvStorage::F32, KvStorage::F16, KvStorage::Pack16][i % 3];
+        let gpu = gpu(kv == KvStorage::Pack16);
+        let heads = Heads { query, key_value, dim };
+        // 67 rows over the end of a tile, the last ones a block in scratch; slot 1050 and behind 1160 holds NaN, and so
+        // do the slots of the other half of the rows, where only those see it.
+        let seen: Vec<Seen> =
+            (0..67u32).map(|r| if r < 58 { (990 + r, 0..991 + r, 0..0) } else { (1048, 0..1048, 1100..1109) }).collect();
+        let damaged = |slot: usize| (1040..1048).contains(&slot) || (1104..1109).contains(&slot);
+        let case = AttentionCase::new(heads, kv, 0, seen.len(), SLOTS, |slot| slot < 1050 || (1100..1160).contains(&slot));
+        let mut broken = AttentionCase::new(heads, kv, 0, seen.len(), SLOTS, |slot| !damaged(slot));
+        let width = key_value * dim;
+        for slot in (0..SLOTS).filter(|slot| !damaged(*slot)) {
+            let at = slot * width..(slot + 1) * width;
+            broken.keys[at.clone()].copy_from_slice(&case.keys[at.clone()]);
+            broken.values[at.clone()].copy_from_slice(&case.values[at]);
+        }
+        let tiles = tiles(&gpu, heads);
+        let (one, most) = (tiles[0], *tiles.last().unwrap());
+        let wide = case.run(&gpu, most, &seen, 0..67, 1);
+        let with_broken = broken.run(&gpu, most, &seen, 0..67, 1);
+        let mut worst = 0;
+        for row in (0..67).step_by(5).chain([65, 66]) {
+            let alone = case.run(&gpu, one, &seen[row..=row], row..row + 1, 1);
+            assert_eq!(alone[0], wide[row], "{heads:?}, row {row}");
+            let parts = case.run(&gpu, most, &seen[row..=row], row..row + 1, 6);
+            assert_eq!(parts[0], wide[row], "{heads:?}, row {row} in parts");
+            let sees_damage =
+                (0..SLOTS).any(|s| damaged(s) && (seen[row].1.contains(&(s as u32)) || seen[row].2.contains(&(s as u32))));
+            assert_eq!(with_broken[row] != wide[row], sees_damage, "{heads:?}, row {row}: another row's NaN");
+            worst += usize::from(sees_damage);
+        }
+        assert!(worst > 1, "the control");
+        for count in [2usize, 5, 13, 16] {
+            let some = case.run(&gpu, most, &seen[50..50 + count], 50..50 + count, 6);
+            assert_eq!(some[..], wide[50..50 + count], "{heads:?}, {count} rows in parts");
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use pollster::block_on;
 
-use super::forward::{calls, distance, load, logits, reference};
+use super::forward::{calls, distance, load, load_with, logits, reference};
 use super::gpu;
 use crate::cpu::testing::{Tiny, clean, plan};
 use crate::decode::plan::RowToken;
@@ -60,6 +60,9 @@ fn dispatches_and_bytes_are_counted() {
     logits(&mut model, &packed);
     assert_eq!((model.counters().dispatches, model.counters().weight_bytes), (10 * 2 + 4, bytes(true)));
     assert!(bytes(true) > bytes(false));
+    // K and V of 13 slots, two key heads of 16 halves, two layers.
+    logits(&mut model, &plan(vec![clean(11, 12)]));
+    assert_eq!(model.counters().kv_bytes, 2 * 13 * 2 * 16 * 2 * 2);
     let memory = model.memory();
     let cache = 2 * (64 + 160) * 2 * 16 * 2; // per layer: K and V, slots, heads, dimensions, f16
     assert_eq!(memory.kv_cache, 2 * cache);
@@ -75,6 +78,10 @@ fn dispatches_and_bytes_are_counted() {
     assert_eq!((expected.weights, expected.kv_cache), (memory.weights, memory.kv_cache));
     assert!((0..64 << 10).contains(&(memory.working - expected.working)), "{memory:?} {expected:?}");
     assert_ne!(before(65).kv_cache, memory.kv_cache, "control: another context");
+    // With a buffer for calls in parts.
+    let (long, expected) = (load_with(&gpu(false), &tiny, Precision::Auto, 1100).memory(), before(1100));
+    assert_eq!((expected.weights, expected.kv_cache), (long.weights, long.kv_cache));
+    assert!((0..64 << 10).contains(&(long.working - expected.working)), "{long:?} {expected:?}");
 }
 
 #[test]
