@@ -14,9 +14,10 @@ fn shader_file(path: &str) -> Option<&'static str> {
     Some(Box::leak(text.into_boxed_str()))
 }
 
-/// The text of a variant's module.
-pub fn module_text(variant: &Variant) -> String {
-    shader::link(variant.file(), &variant.settings(), Header::default(), &shader_file).expect("the variant links")
+/// The text of a kernel's module.
+pub fn module_text(kernel: &Kernel) -> String {
+    let header = Header { f16: kernel.f16, subgroups: false };
+    shader::link(kernel.file, &kernel.settings, header, &shader_file).expect("the kernel links")
 }
 
 pub struct Rig {
@@ -70,22 +71,18 @@ impl Rig {
         })
     }
 
-    pub fn pipeline(&mut self, variant: &Variant) -> wgpu::ComputePipeline {
-        if let Some(known) = self.pipelines.get(variant) {
-            return known.clone();
-        }
-        let module = wgpu::ShaderModuleDescriptor { label: None, source: wgpu::ShaderSource::Wgsl(module_text(variant).into()) };
-        // SAFETY: the kernel clamps what it indexes with; the tests run it against a twin.
-        let module = unsafe { self.device.create_shader_module_trusted(module, wgpu::ShaderRuntimeChecks::unchecked()) };
-        let entries: Vec<_> =
-            variants::product(variant).bindings.into_iter().map(|(binding, access)| layout_entry(binding, access)).collect();
+    /// Compiles a kernel as the product does, but from the source tree.
+    fn compile(&self, kernel: &Kernel) -> wgpu::ComputePipeline {
+        let source = wgpu::ShaderSource::Wgsl(module_text(kernel).into());
+        let module = self.device.create_shader_module(wgpu::ShaderModuleDescriptor { label: None, source });
+        let entries: Vec<_> = kernel.bindings.iter().map(|&(binding, access)| layout_entry(binding, access)).collect();
         let layout = self.device.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label: None, entries: &entries });
         let layout = self.device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
             label: None,
             bind_group_layouts: &[Some(&layout)],
             ..Default::default()
         });
-        let pipeline = self.device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
+        self.device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
             label: None,
             layout: Some(&layout),
             module: &module,
@@ -95,45 +92,21 @@ impl Rig {
                 ..Default::default()
             },
             cache: None,
-        });
-        self.pipelines.insert(*variant, pipeline.clone());
-        pipeline
+        })
     }
 
-    /// Any kernel, linked from the source tree, with a buffer for each of its bindings in their order.
     #[allow(dead_code, reason = "products have `prepare`")]
+    /// Any kernel, with a buffer for each of its bindings in their order.
     pub fn prepare_kernel(&self, kernel: &Kernel, buffers: &[&wgpu::Buffer], grid: [u32; 3]) -> Prepared {
-        let text = shader::link(kernel.file, &kernel.settings, Header { f16: kernel.f16, subgroups: false }, &shader_file);
-        let module = wgpu::ShaderModuleDescriptor {
-            label: None,
-            source: wgpu::ShaderSource::Wgsl(text.expect("the kernel links").into()),
-        };
-        let module = self.device.create_shader_module(module);
-        let entries: Vec<_> = kernel.bindings.iter().map(|&(binding, access)| layout_entry(binding, access)).collect();
-        let layout = self.device.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label: None, entries: &entries });
+        let pipeline = self.compile(kernel);
         let entries: Vec<_> = kernel
             .bindings
             .iter()
             .zip(buffers)
             .map(|(&(binding, _), buffer)| wgpu::BindGroupEntry { binding, resource: buffer.as_entire_binding() })
             .collect();
+        let layout = pipeline.get_bind_group_layout(0);
         let group = self.device.create_bind_group(&wgpu::BindGroupDescriptor { label: None, layout: &layout, entries: &entries });
-        let layout = self.device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
-            label: None,
-            bind_group_layouts: &[Some(&layout)],
-            ..Default::default()
-        });
-        let pipeline = self.device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
-            label: None,
-            layout: Some(&layout),
-            module: &module,
-            entry_point: Some("main"),
-            compilation_options: wgpu::PipelineCompilationOptions {
-                zero_initialize_workgroup_memory: false,
-                ..Default::default()
-            },
-            cache: None,
-        });
         Prepared { pipeline, group, grid }
     }
 
@@ -145,7 +118,11 @@ impl Rig {
         rows: u32,
         buffer_of: impl Fn(Binding) -> wgpu::Buffer,
     ) -> Prepared {
-        let pipeline = self.pipeline(variant);
+        let pipeline = match self.pipelines.get(variant) {
+            Some(known) => known.clone(),
+            None => self.compile(&variants::product(variant)),
+        };
+        self.pipelines.insert(*variant, pipeline.clone());
         let params_buffer = self.buffer(bytemuck::bytes_of(params));
         let buffers: Vec<_> = variant
             .bindings()

@@ -339,7 +339,7 @@ fn every_variant_is_valid_under_default_limits() {
 }
 
 fn check(variant: &Variant) {
-    let text = device::module_text(variant);
+    let text = device::module_text(&forecall::gpu::variants::product(variant));
     let module = naga::front::wgsl::parse_str(&text).unwrap_or_else(|e| panic!("{variant:?}: {}", e.emit_to_string(&text)));
     let info = naga::valid::Validator::new(naga::valid::ValidationFlags::all(), naga::valid::Capabilities::all())
         .validate(&module)
