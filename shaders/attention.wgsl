@@ -151,9 +151,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             }
             var whole = true; // whether every row sees every key from `here` to `stop`
             for (var r = 0u; r < ROWS; r++) { // unroll
-                whole = whole && (r >= rows || low[r] <= here && high[r] >= stop);
+                whole = whole && (r >= rows || (low[r] <= here && high[r] >= stop));
                 for (var h = 0u; h < HEADS; h++) { // unroll
-                    let s = select(vec4<f32>(LOWEST), score[r * HEADS + h], keys >= vec4<u32>(low[r]) & keys < vec4<u32>(high[r]));
+                    let s = select(vec4<f32>(LOWEST), score[r * HEADS + h], (keys >= vec4<u32>(low[r])) & (keys < vec4<u32>(high[r])));
                     score[r * HEADS + h] = s;
                     weight[(r * HEADS + h) * 64u + lane.index] = vec4<f32>(max(max(s.x, s.y), max(s.z, s.w)));
                 }
@@ -168,7 +168,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             }
             workgroupBarrier();
             for (var r = 0u; r < ROWS; r++) { // unroll
-                let visible = keys >= vec4<u32>(low[r]) & keys < vec4<u32>(high[r]);
+                let visible = (keys >= vec4<u32>(low[r])) & (keys < vec4<u32>(high[r]));
                 for (var h = 0u; h < HEADS; h++) { // unroll
                     let p = exp(score[r * HEADS + h] - largest_of(r * HEADS + h));
                     weight[(r * HEADS + h) * 64u + lane.index] = select(vec4<f32>(0.0), p, visible);

@@ -196,12 +196,54 @@ pub fn product(variant: &matmul::Variant) -> Kernel {
     }
 }
 
+/// A shader's text without indentation and without lines that are comments to the linker too, as long as `N` has room, and
+/// how long it is: what is embedded crosses a network before a page's first token.
+const fn lean<const N: usize>(text: &str) -> ([u8; N], usize) {
+    const fn begins(text: &[u8], at: usize, with: &[u8]) -> bool {
+        let mut i = 0;
+        while i < with.len() {
+            if at + i >= text.len() || text[at + i] != with[i] {
+                return false;
+            }
+            i += 1;
+        }
+        true
+    }
+    let text = text.as_bytes();
+    let (mut out, mut length, mut at) = ([0; N], 0, 0);
+    while at < text.len() {
+        while at < text.len() && text[at] == b' ' {
+            at += 1;
+        }
+        let comment = begins(text, at, b"//") && !begins(text, at, b"// include ");
+        while at < text.len() {
+            let byte = text[at];
+            if !comment {
+                if length < N {
+                    out[length] = byte;
+                }
+                length += 1;
+            }
+            at += 1;
+            if byte == b'\n' {
+                break;
+            }
+        }
+    }
+    (out, length)
+}
+
 macro_rules! files {
     ($($path:literal),* $(,)?) => {
         /// The text of a file under `shaders/`.
         fn file(path: &str) -> Option<&'static str> {
             match path {
-                $($path => Some(include_str!(concat!("../../shaders/", $path))),)*
+                $($path => {
+                    const TEXT: &str = include_str!(concat!("../../shaders/", $path));
+                    const LENGTH: usize = lean::<0>(TEXT).1;
+                    const LEAN: [u8; LENGTH] = lean::<LENGTH>(TEXT).0;
+                    std::str::from_utf8(&LEAN).ok()
+                })*
                 _ => None,
             }
         }
@@ -308,6 +350,24 @@ mod tests {
             return Err(format!("workgroup size {size:?}, {} expected", kernel.invocations));
         }
         Ok(())
+    }
+
+    #[test]
+    fn embedded_text_is_what_the_linker_reads() {
+        const TEXT: &str = "// what\n// include a.wgsl as b\n  //\n    let x = 1; // unroll\n\n}";
+        const LENGTH: usize = lean::<0>(TEXT).1;
+        let lean = lean::<LENGTH>(TEXT).0;
+        assert_eq!(std::str::from_utf8(&lean).unwrap(), "// include a.wgsl as b\nlet x = 1; // unroll\n\n}");
+        for kernel in all() {
+            let path = |path: &str| -> Option<&'static str> {
+                let text = std::fs::read_to_string(format!("{}/shaders/{path}", env!("CARGO_MANIFEST_DIR"))).ok()?;
+                Some(Box::leak(text.into_boxed_str()))
+            };
+            let lines = |text: String| text.lines().map(|l| l.trim().to_owned()).collect::<Vec<_>>();
+            let header = Header { f16: kernel.f16, subgroups: true };
+            let whole = shader::link(kernel.file, &kernel.settings, header, &path).unwrap();
+            assert_eq!(lines(kernel.source(header).unwrap()), lines(whole), "{}", kernel.key());
+        }
     }
 
     #[test]
