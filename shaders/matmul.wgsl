@@ -22,7 +22,7 @@
 // neither memory nor unpacking grows with R; an input vector, once read, serves NO outputs. 8 lanes read 128 contiguous
 // bytes, KL k-lanes the 128 next to them.
 //
-// Row invariance. All sums are f32 and explicit fma. Block b belongs to k-lane b % KL (with KL = 1 to the only one), which
+// Row invariance. All sums are f32, and what is fused is an explicit fma. Block b belongs to k-lane b % KL (with KL = 1 to the only one), which
 // adds in rising k; partial sums are added in the order of the k-lanes. R, NO, COLUMNS and how inputs are read decide only
 // which thread does it, so a row's bits depend on KL alone, and KL is one number per device. Rows beyond the last repeat
 // it and are not written; the adapter is switched per row with select.
@@ -142,7 +142,7 @@ fn product(li: u32, wg: vec3<u32>, grid: vec3<u32>, subgroup_lane: u32) {
     if NORM {
         for (var r = 0u; r < R; r++) { // unroll
             for (var j = 0u; j < NO; j++) { // unroll
-                acc[r * NO + j] *= inverse_rms[r];
+                acc[r * NO + j] = scaled(vec4<f32>(acc[r * NO + j]), inverse_rms[r]).x;
             }
         }
     }

@@ -104,7 +104,7 @@ fn main(
         }
         if NORM {
             for (var i = 0u; i < 8u; i++) { // unroll
-                acc[i] *= inverse_rms[down * 8u + i];
+                acc[i] = scaled(acc[i], inverse_rms[down * 8u + i]);
             }
         }
         if LORA && row0 < call[0].z && row0 + R > call[0].y {

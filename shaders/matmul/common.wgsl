@@ -21,7 +21,7 @@ struct Params {
     lora_interleaved: u32,
     segment_1: u32,
     segment_2: u32,
-    pad_0: u32,
+    zero: f32,
     pad_1: u32,
     pad_2: u32,
 }
@@ -34,6 +34,12 @@ struct Params {
 
 fn dot4(w: vec4<f32>, x: vec4<f32>, sum: f32) -> f32 {
     return fma(w.w, x.w, fma(w.z, x.z, fma(w.y, x.y, fma(w.x, x.x, sum))));
+}
+
+// x * factor, rounded. Compilers may join a product and the sum behind it into one fma, and whether they do would depend on
+// the kernel; the sum in this fma is a zero that they cannot see.
+fn scaled(x: vec4<f32>, factor: f32) -> vec4<f32> {
+    return fma(x, vec4<f32>(factor), vec4<f32>(params.zero));
 }
 
 fn first_row() -> u32 {

@@ -307,8 +307,10 @@ pub struct Params {
     pub segment_1: u32,
     /// First output of the third segment.
     pub segment_2: u32,
+    /// Zero, for a product that must be rounded before it is added to.
+    pub zero: f32,
     /// Zero.
-    pub pad: [u32; 3],
+    pub pad: [u32; 2],
 }
 
 impl Params {
@@ -373,7 +375,97 @@ const _: () = assert!(TILE == 8);
 
 #[cfg(test)]
 mod tests {
+    use naga::valid::FunctionInfo;
+    use naga::{BinaryOperator, Expression, Handle, LocalVariable, ScalarKind, Statement};
+
     use super::*;
+    use crate::gpu::shader::Header;
+    use crate::gpu::variants;
+
+    /// Sums of floats one of whose terms is a product, itself or by way of a variable: a compiler may fuse them or not.
+    fn left_to_the_compiler(module: &naga::Module, function: &naga::Function, info: &FunctionInfo) -> Vec<String> {
+        fn local(function: &naga::Function, mut at: Handle<Expression>) -> Option<Handle<LocalVariable>> {
+            loop {
+                match function.expressions[at] {
+                    Expression::Access { base, .. } | Expression::AccessIndex { base, .. } => at = base,
+                    Expression::LocalVariable(variable) => return Some(variable),
+                    _ => return None,
+                }
+            }
+        }
+        fn stores(block: &naga::Block, found: &mut Vec<(Handle<Expression>, Handle<Expression>)>) {
+            for statement in block {
+                match statement {
+                    Statement::Store { pointer, value } => found.push((*pointer, *value)),
+                    Statement::Block(block) => stores(block, found),
+                    Statement::If { accept, reject, .. } => [accept, reject].into_iter().for_each(|block| stores(block, found)),
+                    Statement::Loop { body, continuing, .. } => {
+                        [body, continuing].into_iter().for_each(|block| stores(block, found));
+                    }
+                    Statement::Switch { cases, .. } => cases.iter().for_each(|case| stores(&case.body, found)),
+                    _ => {}
+                }
+            }
+        }
+        let is_product = |at: Handle<Expression>| {
+            let float = info[at].ty.inner_with(&module.types).scalar_kind() == Some(ScalarKind::Float);
+            float && matches!(function.expressions[at], Expression::Binary { op: BinaryOperator::Multiply, .. })
+        };
+        let mut stored = Vec::new();
+        stores(&function.body, &mut stored);
+        let products: Vec<_> =
+            stored.into_iter().filter(|(_, value)| is_product(*value)).filter_map(|(to, _)| local(function, to)).collect();
+        let mut found = Vec::new();
+        for (_, expression) in function.expressions.iter() {
+            let &Expression::Binary { op: BinaryOperator::Add | BinaryOperator::Subtract, left, right } = expression else {
+                continue;
+            };
+            for term in [left, right] {
+                let by_way = match function.expressions[term] {
+                    Expression::Load { pointer } => local(function, pointer).filter(|variable| products.contains(variable)),
+                    _ => None,
+                };
+                if is_product(term) {
+                    found.push("a product".into());
+                } else if let Some(variable) = by_way {
+                    found.push(function.local_variables[variable].name.clone().unwrap_or_default());
+                }
+            }
+        }
+        found
+    }
+
+    #[test]
+    fn no_sum_is_left_to_the_compiler_to_fuse() {
+        let look = |text: &str| {
+            let module = naga::front::wgsl::parse_str(text).unwrap_or_else(|e| panic!("{}", e.emit_to_string(text)));
+            let flags = naga::valid::ValidationFlags::all();
+            let info = naga::valid::Validator::new(flags, naga::valid::Capabilities::all()).validate(&module).unwrap();
+            let mut found = left_to_the_compiler(&module, &module.entry_points[0].function, info.get_entry_point(0));
+            for (handle, function) in module.functions.iter() {
+                found.extend(left_to_the_compiler(&module, function, &info[handle]));
+            }
+            found
+        };
+        let affine = |bits| Format::Affine { bits, group: 32, scale: ScaleFormat::F16 };
+        let mut staged = 0;
+        for variant in examples(&[affine(4), affine(8), Format::F16]).into_iter().filter(|v| v.tile.rows <= 2 || v.tile.staged) {
+            let text = variants::product(&variant).source(Header::default()).unwrap();
+            assert_eq!(look(&text), Vec::<String>::new(), "{variant:?}");
+            // Controls: the products as they would be written without a thought.
+            if variant.tile.staged && variant.norm {
+                staged += 1;
+                let at = text.find("acc[0u] = scaled(acc[0u], ").expect("the norm's product");
+                let end = at + text[at..].find(';').unwrap();
+                let careless = format!("{}acc[0u] *= inverse_rms[down * 8u]{}", &text[..at], &text[end..]);
+                assert_eq!(look(&careless), ["acc"], "control");
+                let careless =
+                    text.replace("return fma(x, vec4<f32>(factor), vec4<f32>(params.zero));", "return x * factor + params.zero;");
+                assert_eq!(look(&careless), ["a product"], "control");
+            }
+        }
+        assert!(staged > 0);
+    }
 
     #[test]
     fn grids_cover_everything_and_stay_within_limits() {
