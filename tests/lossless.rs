@@ -318,8 +318,8 @@ impl<C: ModelCalls> ModelCalls for Leaky<'_, C> {
     }
 }
 
-/// One bit of one logit differs in calls of more than one row.
-struct Nudge<'a, C>(&'a mut C, usize);
+/// One bit of a row's logits differs in those rows and calls that the function names.
+struct Nudge<'a, C>(&'a mut C, fn(&CallPlan, &Row) -> bool, Vec<bool>);
 
 impl<C: ModelCalls> ModelCalls for Nudge<'_, C> {
     fn geometry(&self) -> Geometry {
@@ -327,7 +327,7 @@ impl<C: ModelCalls> ModelCalls for Nudge<'_, C> {
     }
 
     fn submit(&mut self, plan: &CallPlan) -> forecall::Result<Ticket> {
-        self.1 = plan.rows().len();
+        self.2 = plan.rows()[plan.choose()].iter().map(|row| self.1(plan, row)).collect();
         self.0.submit(plan)
     }
 
@@ -337,7 +337,8 @@ impl<C: ModelCalls> ModelCalls for Nudge<'_, C> {
 
     async fn logits(&mut self) -> forecall::Result<Vec<Vec<f32>>> {
         let mut logits = self.0.logits().await?;
-        if let (2.., Some(value)) = (self.1, logits.last_mut().and_then(|row| row.last_mut())) {
+        for (row, _) in logits.iter_mut().zip(&self.2).filter(|(_, nudged)| **nudged) {
+            let value = row.last_mut().unwrap();
             *value = f32::from_bits(value.to_bits() ^ 1);
         }
         Ok(logits)
@@ -364,7 +365,19 @@ fn injected(backend: usize, checkpoint: &str, thorough: usize) {
     assert!(block_on(model.row_invariance()).unwrap(), "{checkpoint} on {}", BACKENDS[backend].0);
     let rules = model.draft_rules();
     assert!(!block_on(row_invariance(&mut Leaky(model.calls()), rules)).unwrap(), "control: a leak is noticed");
-    assert!(!block_on(row_invariance(&mut Nudge(model.calls(), 0), rules)).unwrap(), "control: a bit is noticed");
+    let masks = rules.is_some_and(|rules| rules.verify == VerifyRows::Mask);
+    type Which = fn(&CallPlan, &Row) -> bool;
+    let nudges: [(&str, bool, Which); 3] = [
+        ("in calls of several rows", true, |plan, _| plan.rows().len() > 2),
+        ("in calls that take a GPU's other kernel", true, |plan, _| plan.rows().len() >= 48),
+        ("of mask rows that do not come first", masks, |_, row| {
+            row.token == RowToken::Mask && matches!(row.keep, Keep::Scratch(1..))
+        }),
+    ];
+    for (what, there, which) in nudges {
+        let same = block_on(row_invariance(&mut Nudge(model.calls(), which, Vec::new()), rules)).unwrap();
+        assert!(same != there, "control: a bit {what} is noticed, where there are such");
+    }
 }
 
 /// The judges fail where they should.

@@ -6,11 +6,11 @@ use web_time::Instant;
 use super::Model;
 use super::calls::Runs;
 use super::probe::{causal_call, causal_rows, run_plan};
-use crate::decode::draft_rows;
-use crate::decode::plan::{CallKind, CallPlan};
+use crate::decode::plan::{CallKind, CallPlan, Row};
 use crate::decode::schedule::ModelCalls;
+use crate::decode::{draft_rows, packed_rows, target_rows};
 use crate::error::{Error, Result};
-use crate::model::arch::DraftRules;
+use crate::model::arch::{DraftRules, VerifyRows};
 
 /// The time of calls with some number of rows.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -27,6 +27,10 @@ pub struct RowTiming {
 const MOST_ROUNDS: usize = 1000;
 /// Positions in the cache while calls are timed or compared.
 const PREFIX: u32 = 24;
+/// Tokens whose rows are compared.
+const COMPARED: u32 = 6;
+/// Rows of the self-test's widest calls: those of the kernel that GPUs take for long inputs.
+const WIDE: u32 = 64;
 
 impl Model {
     /// [`row_invariance`] of this model on this device.
@@ -152,44 +156,62 @@ impl Model {
     }
 }
 
-/// Compares, bit for bit, the logits of a causal row that is alone in its call with those of the same row in wider
-/// calls, draft rows among them. Lossless decoding rests on their being equal on this device.
+/// Compares, bit for bit, the logits of a row that is the target's and alone in its call with those of the same row in wider
+/// calls: beside other verify rows (mask rows, where those verify), beside draft rows, and in calls of so many rows that a
+/// GPU takes another kernel. Lossless decoding rests on their being equal on this device.
 ///
 /// # Errors
-/// Failures of the device.
+/// [`Error::InvalidOption`] for a context that is too short for it; failures of the device.
 pub async fn row_invariance(calls: &mut impl ModelCalls, rules: Option<DraftRules>) -> Result<bool> {
     let geometry = calls.geometry();
     let vocab = geometry.vocab_size as u32;
+    let verify = rules.map_or(VerifyRows::Clean, |rules| rules.verify);
     let prefix = PREFIX.min(geometry.context / 2).max(1);
-    let token = |position: u32| (position.wrapping_mul(7919) + 13) % vocab.max(1);
-    let ids: Vec<u32> = (0..prefix + 6).map(token).collect();
-    let (head, tail) = ids.split_at(prefix as usize);
-    if geometry.context < prefix + 6 {
+    if geometry.context < prefix + COMPARED {
         return Err(Error::InvalidOption(format!("a context of {} is too short for the self-test", geometry.context)));
     }
+    let token = |position: u32| (position.wrapping_mul(7919) + 13) % vocab.max(1);
+    let ids: Vec<u32> = (0..prefix + COMPARED).map(token).collect();
+    let (head, tail) = ids.split_at(prefix as usize);
     run_plan(calls, &causal_call(CallKind::Prefill, 0, head)).await?;
     let mut alone = Vec::new();
     for (position, id) in (prefix..).zip(tail) {
-        alone.extend(run_plan(calls, &causal_call(CallKind::Decode, position, std::slice::from_ref(id))).await?);
+        let rows = target_rows(verify, position, std::slice::from_ref(id));
+        alone.extend(run_plan(calls, &CallPlan::new(CallKind::Decode, rows)).await?);
     }
     let same = |a: &[Vec<f32>], b: &[Vec<f32>]| {
         a.len() == b.len()
             && a.iter().zip(b).all(|(a, b)| a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits()))
     };
-    // The head of each list is compared: what rides behind it must not matter.
-    let mut plans: Vec<(usize, CallPlan)> =
-        (2..=tail.len()).map(|m| (m, causal_call(CallKind::Decode, prefix, tail.get(..m).unwrap_or(tail)))).collect();
+    // Where among the choosing rows those begin that are compared, how many they are, and the call.
+    let mut plans: Vec<(usize, usize, Vec<Row>)> =
+        (2..=tail.len()).map(|m| (0, m, target_rows(verify, prefix, tail.get(..m).unwrap_or(tail)))).collect();
     if let Some(rules) = rules {
-        for (m, width) in [(1, 3), (2, 7), (5, 7), (5, 11)] {
+        plans.extend([(1, 3), (2, 7), (5, 7), (5, 11)].map(|(m, width)| {
             let ids = tail.get(..m).unwrap_or(tail);
-            let mut rows = causal_rows(prefix, ids);
-            rows.extend(draft_rows(rules, prefix, ids.first().copied().unwrap_or(0), width));
-            plans.push((m, CallPlan::new(CallKind::Decode, rows)));
+            (0, m, packed_rows(rules, prefix, ids, &[0], width))
+        }));
+    }
+    if geometry.context >= WIDE && geometry.max_rows >= WIDE as usize {
+        // The whole text in one call, so that what the rows see was computed in it too; and the same with a draft block.
+        let all_choose = geometry.max_choose >= WIDE as usize;
+        let mut targets = vec![target_rows(verify, prefix, tail)];
+        targets.extend(rules.map(|rules| packed_rows(rules, prefix, tail, &[0], 7)));
+        for (choose, targets) in [all_choose, false].into_iter().zip(targets) {
+            let silent = |from: u32, count: u32| {
+                let ids: Vec<u32> = (from..from + count).map(token).collect();
+                let mut rows = causal_rows(from, &ids);
+                rows.iter_mut().for_each(|row| row.choose = choose);
+                rows
+            };
+            let behind = WIDE.saturating_sub(prefix + targets.len() as u32);
+            let rows = [silent(0, prefix), targets, silent(prefix + COMPARED, behind)].concat();
+            plans.push((if choose { head.len() } else { 0 }, tail.len(), rows));
         }
     }
-    for (m, plan) in plans {
-        let together = run_plan(calls, &plan).await?;
-        let (Some(wide), Some(alone)) = (together.get(..m), alone.get(..m)) else {
+    for (from, m, rows) in plans {
+        let together = run_plan(calls, &CallPlan::new(CallKind::Decode, rows)).await?;
+        let (Some(wide), Some(alone)) = (together.get(from..from + m), alone.get(..m)) else {
             return Err(Error::Internal("the self-test read back too few rows".into()));
         };
         if !same(wide, alone) {
