@@ -9,6 +9,8 @@
 
 mod checkpoints;
 
+use std::collections::BTreeSet;
+
 use checkpoints::{BACKENDS, Golden, distance, golden_folder, ids, json, load};
 use forecall::decode::plan::{CallKind, CallPlan, Choice, Keep, Row, RowToken, Sees};
 use forecall::decode::schedule::ModelCalls;
@@ -321,6 +323,40 @@ fn kept_rows_and_blocks_are_the_truths() {
             assert!(distance(&causally, &golden.tensor("causal.logits").values, golden.logit_range()) > bound);
         }
     }
+}
+
+/// Tokens per call counts what decode calls brought: some layouts get a token from the prompt's calls, others none.
+#[test]
+fn tokens_per_call_are_those_of_decode_calls() {
+    let mut by_prefill = BTreeSet::new();
+    for checkpoint in ["tiny-nemotron-trained", "tiny-setdlm-trained", "tiny-sdar-trained", "tiny-fast-dllm-trained"] {
+        let mut model = open(checkpoint, Backend::Cpu, Precision::Auto);
+        for schedule in ["block-diffusion", "autoregressive"] {
+            let request = Generate {
+                schedule: Some(schedule.into()),
+                max_tokens: 13,
+                ignore_eos: true,
+                ..Generate::new(Prompt::Tokens((40..50).collect()))
+            };
+            let (mut calls, mut tokens, mut before) = (0, 0, 0);
+            let done = block_on(model.generate(&request, &mut |part| {
+                let decodes = usize::from(!part.prefill);
+                calls += decodes;
+                tokens += decodes * part.tokens.len();
+                before += (1 - decodes) * part.tokens.len();
+                true
+            }));
+            let Ok(done) = done else {
+                assert_eq!((schedule, model.rules().diffusion.unwrap().only), ("autoregressive", true), "{checkpoint}: {done:?}");
+                continue;
+            };
+            assert_eq!((tokens + before, calls), (done.tokens.len(), done.counts.calls()));
+            assert_eq!(done.tokens_per_call(), tokens as f64 / calls as f64, "{checkpoint}, {schedule}");
+            assert!(schedule != "autoregressive" || (before, tokens) == (1, calls), "{checkpoint}: {before}, {tokens}");
+            by_prefill.insert(before);
+        }
+    }
+    assert_eq!(by_prefill, BTreeSet::from([0, 1]), "control: the two cases that differ are among them");
 }
 
 #[test]

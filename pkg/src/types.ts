@@ -194,7 +194,7 @@ export interface GenerateResult {
   calls: number;
   /** Rows of these calls, padding not counted. */
   rows: number;
-  /** Tokens emitted by decode calls, per decode call. */
+  /** Tokens emitted by decode calls, per decode call; what the prompt's calls yielded is not counted. */
   tokensPerCall: number;
   /** Draft tokens verified. */
   drafted: number;

@@ -147,6 +147,8 @@ pub struct Generated {
     pub prompt_tokens: usize,
     /// How many of them were in the cache already.
     pub cached_tokens: usize,
+    /// New tokens that prefill calls yielded.
+    pub prefill_tokens: usize,
     /// Calls and rows.
     pub counts: Counts,
     /// Where the time went.
@@ -154,16 +156,22 @@ pub struct Generated {
 }
 
 impl Generated {
-    /// New tokens per decode call; the token that prefill yields is not counted. 0 without decode calls.
+    /// New tokens per decode call; what prefill yields (one token, or none where blocks are filled) is not counted. 0 without
+    /// decode calls.
     #[must_use]
     pub fn tokens_per_call(&self) -> f64 {
-        ratio(self.tokens.len().saturating_sub(1) as f64, self.counts.calls() as f64)
+        ratio(self.decoded() as f64, self.counts.calls() as f64)
     }
 
-    /// New tokens per second of decode time, the prefill's token not counted.
+    /// New tokens per second of decode time, the prefill's not counted.
     #[must_use]
     pub fn tokens_per_second(&self) -> f64 {
-        ratio(self.tokens.len().saturating_sub(1) as f64 * 1000.0, self.timings.decode)
+        ratio(self.decoded() as f64 * 1000.0, self.timings.decode)
+    }
+
+    /// New tokens of decode calls.
+    fn decoded(&self) -> usize {
+        self.tokens.len().saturating_sub(self.prefill_tokens)
     }
 
     /// The object that `forecall generate --json` prints.
@@ -243,6 +251,7 @@ impl Model {
         let cached = if reuse { self.calls.cached(&prompt) } else { 0 };
         let (mut generation, mut plan) = Generation::start(&prompt, cached, self.program.rules(), &options, &geometry, rules)?;
         let mut answer = Answer::new(self.tokenizer.as_ref(), &request.stop)?;
+        let mut prefill_tokens = 0;
 
         loop {
             let sent = Instant::now();
@@ -262,6 +271,9 @@ impl Model {
             let added = answer.add(progress.tokens, accepted, generation.finish_reason())?;
             if added.stopped {
                 generation.end(FinishReason::Stop, answer.tokens.len());
+            }
+            if prefill {
+                prefill_tokens += added.tokens.len();
             }
             let part = Part {
                 pieces: added.pieces,
@@ -296,6 +308,7 @@ impl Model {
             schedule_reason: reason,
             prompt_tokens: prompt.len(),
             cached_tokens: cached,
+            prefill_tokens,
             counts: generation.counts().clone(),
             timings,
         })
