@@ -162,6 +162,12 @@ impl Resolved {
             Self::Diffusion { .. } => ScheduleKind::BlockDiffusion,
         }
     }
+
+    /// Rows of the widest call after the prompt; saturates.
+    #[must_use]
+    pub fn decode_rows(&self) -> usize {
+        usize::try_from(Need::of(self).decode_rows).unwrap_or(usize::MAX)
+    }
 }
 
 impl ScheduleOptions {
@@ -411,12 +417,13 @@ impl Need {
                 };
                 // A block's head rows: K, and one more for every acceptance between its anchor and the next.
                 let between = verify - blocks;
-                let heads = blocks.saturating_mul(block).min(blocks.saturating_mul(u64::from(k)).saturating_add(between));
+                let drafts = blocks.saturating_mul(block);
+                let heads = drafts.min(blocks.saturating_mul(u64::from(k)).saturating_add(between));
                 Self {
-                    decode_rows: verify * (1 + mask) + blocks.saturating_mul(block),
+                    decode_rows: (verify * (1 + mask)).saturating_add(drafts),
                     beside_prompt: mask + block,
-                    choose: verify + heads,
-                    scratch: mask * verify + blocks.saturating_mul(block),
+                    choose: verify.saturating_add(heads),
+                    scratch: (mask * verify).saturating_add(drafts),
                 }
             }
             _ => Self {

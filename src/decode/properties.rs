@@ -737,7 +737,11 @@ fn options_that_do_not_fit_are_refused_by_name() {
         (start(Some(ADAPTER), with("quadratic", Some(12), Some(15)), &wide, &[1]), "InvalidOption", "208 scratch slots"),
         (start(Some(ADAPTER), with("two-call", Some(192), None), &wide, &[1]), "InvalidOption", "193 rows that choose"),
         (start(Some(ADAPTER), with("two-call", Some(u32::MAX), Some(u32::MAX)), &wide, &[1]), "InvalidOption", "rows"),
-        (start(Some(ADAPTER), with("quadratic", Some(u32::MAX), Some(u32::MAX)), &wide, &[1]), "InvalidOption", "rows"),
+        (
+            start(Some(ADAPTER), with("quadratic", Some(u32::MAX), Some(u32::MAX)), &wide, &[1]),
+            "InvalidOption",
+            "needs 18446744073709551615 rows,",
+        ),
         (start(Some(ADAPTER), auto, &Geometry { max_rows: 12, ..wide }, &[1]), "InvalidOption", "set up for 12"),
         (start(Some(DraftRules { logit_shift: 2, ..ADAPTER }), auto, &wide, &[1]), "BadConfig", "logit_shift"),
         (start(Some(DraftRules { bidirectional: false, ..ADAPTER }), auto, &wide, &[1]), "BadConfig", "bidirectional"),
@@ -782,6 +786,12 @@ fn no_call_exceeds_what_was_checked_beforehand() {
             let oracle = Scripted::new(6, Skill::Independent(0.95));
             let case = Case::new(rules, kind, 3, 8);
             let run = ok(&case, &oracle, case.check(&oracle));
+            let rows = run.plans.iter().filter(|plan| plan.kind() == CallKind::Decode).map(|plan| plan.rows().len()).max();
+            let resolved = case.options().resolve(Some(rules), &geometry(1024)).unwrap();
+            // A two-call draft without the seed row has one less.
+            let spare = usize::from(kind == TWO_CALL);
+            let rows = rows.unwrap();
+            assert!((rows..=rows + spare).contains(&resolved.decode_rows()), "{case:?}: {rows} rows, {resolved:?}");
             let scratch = |plan: &CallPlan| plan.rows().iter().filter(|r| matches!(r.keep, Keep::Scratch(_))).count();
             let widest = run.plans.iter().map(scratch).max().unwrap() as u32;
             let heads = run.plans.iter().map(|plan| plan.choose().len()).max().unwrap();
