@@ -287,7 +287,7 @@ fn checkpoint(input: &[u8]) {
     let mut sources = Sources { base, adapter: AdapterFrom::Auto };
     for plain in [PlainFormat::Auto, PlainFormat::Affine { bits: 4, group: 32 }] {
         let options = LoadOptions { plain };
-        let Ok(loaded) = block_on(load_checkpoint(&mut sources, &options, &mut |_| Ok(()))) else { return };
+        let Ok(loaded) = block_on(load_checkpoint(&mut sources, &options)) else { return };
         let mut sink = Sink::default();
         if block_on(stream_weights(&mut sources, &loaded, &mut sink, &mut |_| Ok(()))).is_ok() {
             assert!(sink.rows.len() == loaded.program.matrices.len() && sink.vectors == loaded.program.vectors.len());

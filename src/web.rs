@@ -14,7 +14,7 @@ use serde::Deserialize;
 use serde_json::json;
 use wasm_bindgen::prelude::*;
 
-use crate::engine::{self, Backend, Generate, LoadOptions, Model, Offered, Precision, Prompt, Quantize, Sources};
+use crate::engine::{self, Backend, Generate, LoadOptions, Model, Offer, Offered, Precision, Prompt, Quantize, Sources};
 use crate::error::{Error, HttpFailure, Result};
 use crate::fetch::http_source::HttpOptions;
 use crate::fetch::locator::Locator;
@@ -425,10 +425,14 @@ fn open(options_json: &str, io: &JsIo) -> Result<(Sources<WebSource>, LoadOption
     let web: WebLoadOptions = from_json(options_json, "load")?;
     let offered = Offered {
         // Exact: browsers name no limit above 2^53.
-        limits: web.limits.map(|limits| Limits {
-            max_buffer_size: limits.max_buffer_size as u64,
-            max_storage_buffer_binding_size: limits.max_storage_buffer_binding_size as u64,
-        }),
+        gpu: match web.limits.map(|WebLimits { max_buffer_size, max_storage_buffer_binding_size }| Limits {
+            max_buffer_size: max_buffer_size as u64,
+            max_storage_buffer_binding_size: max_storage_buffer_binding_size as u64,
+        }) {
+            Some(limits) if web.adapter.software => Offer::Software(limits, "of the browser".into()),
+            Some(limits) => Offer::Real(limits),
+            None => Offer::Missing("no WebGPU adapter".into()),
+        },
         quota_left: web.quota.map(|WebQuota { usage, quota }| (quota - usage).max(0.0) as u64),
     };
     let options = LoadOptions {
@@ -444,6 +448,7 @@ fn open(options_json: &str, io: &JsIo) -> Result<(Sources<WebSource>, LoadOption
             web_subgroup_sizes: web.adapter.subgroup_sizes,
             web_software: web.adapter.software,
             plain: false,
+            default_limits: false,
         },
     };
     let adapter = match web.drafter {

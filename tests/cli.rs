@@ -20,8 +20,18 @@ struct Outcome {
 
 /// Runs the program with the arguments of `line`, split at blanks, and `more`.
 fn forecall(line: &str, more: &[&str]) -> Outcome {
-    let arguments = line.split_whitespace().chain(more.iter().copied());
-    let output = Command::new(env!("CARGO_BIN_EXE_forecall")).args(arguments).output().expect("the program starts");
+    outcome(Command::new(env!("CARGO_BIN_EXE_forecall")).args(line.split_whitespace()).args(more))
+}
+
+/// The same on a machine that has no GPU driver, as far as the program can see.
+fn without_gpu(line: &str) -> Outcome {
+    let none = "/no/such/driver.json";
+    let mut command = Command::new(env!("CARGO_BIN_EXE_forecall"));
+    outcome(command.args(line.split_whitespace()).env("VK_DRIVER_FILES", none).env("VK_ICD_FILENAMES", none))
+}
+
+fn outcome(command: &mut Command) -> Outcome {
+    let output = command.output().expect("the program starts");
     let text = |bytes| String::from_utf8(bytes).expect("UTF-8");
     Outcome { code: output.status.code().expect("no signal"), stdout: text(output.stdout), stderr: text(output.stderr) }
 }
@@ -311,6 +321,74 @@ fn info_says_what_the_model_is() {
     assert!(!device["name"].as_str().unwrap().is_empty(), "{gpu}");
     assert!(device["max_storage_buffer_binding_size"].as_u64().unwrap() >= 1 << 27, "{gpu}");
     assert!(device["shader_f16"].is_boolean() && device["subgroups"].is_boolean(), "{gpu}");
+}
+
+/// `auto`, the default, takes a real GPU and nothing else, and says why.
+#[test]
+fn by_default_a_real_gpu_runs_the_model_or_the_cpu() {
+    let folder = golden_folder(TIED);
+    let line = |command: &str, rest: &str| format!("{command} --model {} {rest}", folder.display());
+    let asked = forecall(&line("info --json", "--backend gpu"), &[]).json();
+    assert_eq!((&asked["backend"], &asked["backend_reason"]), (&"webgpu".into(), &"asked for".into()));
+    let software = asked["device"]["type"] == "software";
+    let (backend, why) = if software { ("cpu", "is a software one") } else { ("webgpu", "there is a GPU") };
+    let preflight = |backend: &str| line("info --preflight --json", backend);
+    for (info, what) in [
+        (forecall(&line("info --json", ""), &[]).json(), "the default"),
+        (forecall(&line("info --json", "--backend auto"), &[]).json(), "auto"),
+        (forecall(&preflight(""), &[]).json(), "preflight"),
+    ] {
+        let reason = info["backend_reason"].as_str().unwrap();
+        assert_eq!(info["backend"], backend, "{what}: {info}");
+        assert!(reason.contains(why), "{what}: {info}");
+        assert!(!software || reason.contains(asked["device"]["name"].as_str().unwrap()), "the adapter is named: {info}");
+    }
+    let told = forecall(&line("generate", "--max-tokens 2 --prompt e"), &[]);
+    assert_eq!((told.code, told.stderr.contains("on the CPU: ")), (0, software), "{told:?}");
+    let told = forecall(&line("generate", "--max-tokens 2 --prompt e --backend cpu"), &[]);
+    assert!(told.code == 0 && !told.stderr.contains("on the CPU: "), "asked for, so nothing is to be explained: {told:?}");
+
+    // Without any adapter.
+    let none = without_gpu(&line("info --json", "")).json();
+    assert_eq!(none["backend"], "cpu");
+    assert!(none["backend_reason"].as_str().unwrap().contains("no WebGPU adapter"), "{none}");
+    without_gpu(&line("info --json", "--backend gpu")).refused(&["no WebGPU adapter"]);
+    let asked = without_gpu(&preflight("--backend gpu")).json();
+    assert_eq!((&asked["fits"], &asked["backend"]), (&false.into(), &"webgpu".into()), "{asked}");
+    assert!(asked["reason"].as_str().unwrap().contains("no WebGPU adapter"), "{asked}");
+    let auto = without_gpu(&preflight("")).json();
+    assert_eq!((&auto["fits"], &auto["backend"]), (&true.into(), &"cpu".into()), "{auto}");
+    assert_eq!(forecall(&preflight("--backend gpu"), &[]).json()["fits"], true, "control: here there is one");
+}
+
+/// Of the config, the generation config and the tokenizer; no other special token.
+#[test]
+fn end_ids_come_from_three_places() {
+    let copy = Copied::new(TIED);
+    let tokenizer = checkpoints::json(&copy.path("tokenizer.json"));
+    let id = |token: &str| tokenizer["model"]["vocab"][token].as_u64().unwrap();
+    let mut added = tokenizer["added_tokens"].clone();
+    for (i, text) in ["<think>", "</think>"].into_iter().enumerate() {
+        let mut token = added[0].clone();
+        (token["content"], token["id"]) = (text.into(), (257 + i).into());
+        added.as_array_mut().unwrap().push(token);
+    }
+    copy.set("tokenizer.json", "added_tokens", added);
+    let line = on_cpu(&copy.0);
+    let ends = || forecall(&format!("info {line} --json"), &[]).json()["end_ids"].clone();
+    let text = || forecall(&format!("generate {line} --max-tokens 20 --json"), &["--prompt", "every morning"]).json();
+    assert_eq!(ends(), serde_json::json!([256]));
+    assert_eq!((text()["text"].clone(), text()["finish_reason"].clone()), (" the baker gets up b".into(), "length".into()));
+    // The tokenizer's own, which the config does not know.
+    copy.set("tokenizer_config.json", "eos_token", "g".into());
+    assert_eq!(ends(), serde_json::json!([id("g"), 256]));
+    assert_eq!((text()["text"].clone(), text()["finish_reason"].clone()), (" the baker ".into(), "stop".into()));
+    // The generation config's.
+    std::fs::write(copy.path("generation_config.json"), format!("{{\"eos_token_id\": [{}]}}", id("k"))).unwrap();
+    let mut all = [id("g"), id("k"), 256];
+    all.sort_unstable();
+    assert_eq!(ends(), serde_json::json!(all));
+    assert_eq!(text()["text"], " the ba");
 }
 
 #[test]

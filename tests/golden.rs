@@ -15,10 +15,11 @@ mod checkpoints;
 
 use std::collections::BTreeMap;
 
-use checkpoints::{BACKENDS, GOLDEN, Golden, distance, golden_folder, ids, load, load_as, regrets};
+use checkpoints::{BACKENDS, GOLDEN, Golden, distance, golden_folder, ids, load_as, regrets};
 use forecall::decode::plan::{CallKind, CallPlan, Keep, Row, RowToken, Sees};
 use forecall::decode::{CallCount, ScheduleKind, draft_rows, packed_rows};
 use forecall::engine::{Backend, Generate, LoadOptions, Model, Precision, Prompt, Quantize};
+use forecall::gpu::DeviceOptions;
 use pollster::block_on;
 
 const EXACT: f32 = 1e-6;
@@ -118,11 +119,21 @@ fn range(golden: &Golden, name: &str) -> f32 {
 
 /// One backend and precision against the truth; returns the largest error of the logits.
 fn compare(checkpoint: &str, (name, backend): (&str, Backend), precision: Precision) -> f32 {
+    let options = LoadOptions { backend, precision, ..LoadOptions::default() };
     let golden = Golden::read(checkpoint);
-    let context = ids(&golden.json["far"]).last().map(|last| *last as usize + 1);
-    let mut model = load(&golden_folder(checkpoint), backend, precision, context);
+    compare_model(checkpoint, name, &options, &mut open(checkpoint, &golden, &options), &golden)
+}
+
+/// The model, with a context that the truth needs.
+fn open(checkpoint: &str, golden: &Golden, options: &LoadOptions) -> Model {
+    let context_length = ids(&golden.json["far"]).last().map(|last| *last as usize + 1);
+    load_as(&golden_folder(checkpoint), &LoadOptions { context_length, ..*options })
+}
+
+fn compare_model(checkpoint: &str, name: &str, options: &LoadOptions, model: &mut Model, golden: &Golden) -> f32 {
+    let LoadOptions { backend, precision, .. } = *options;
     let bound = bound(checkpoint, backend, precision);
-    let outputs = outputs(&mut model, &golden);
+    let outputs = outputs(model, golden);
     let names: Vec<_> = golden.names().filter(|name| *name != "causal.hidden").collect();
     assert!(outputs.keys().map(String::as_str).eq(names), "{checkpoint}: {:?}", outputs.keys());
     let mut worst = 0f32;
@@ -131,9 +142,9 @@ fn compare(checkpoint: &str, (name, backend): (&str, Backend), precision: Precis
         backend == Backend::Cpu && !is_f32(checkpoint) && !is_half(checkpoint) && model.draft_rules().unwrap().adapter;
     let draft_bound = if small_adapter { SMALL_ADAPTER } else { bound };
     for (tensor, got) in &outputs {
-        let (truth, range) = (&golden.tensor(tensor).values, range(&golden, tensor));
+        let (truth, range) = (&golden.tensor(tensor).values, range(golden, tensor));
         // Rows with the adapter come last.
-        let (without, with) = got.split_at(values_without_adapter(&golden, tensor).min(got.len()));
+        let (without, with) = got.split_at(values_without_adapter(golden, tensor).min(got.len()));
         for (is_draft, (got, bound)) in [(false, (without, bound)), (true, (with, draft_bound))] {
             if got.is_empty() {
                 continue;
@@ -174,7 +185,7 @@ fn compare(checkpoint: &str, (name, backend): (&str, Backend), precision: Precis
             "the mask's logit is raw"
         );
     }
-    texts(checkpoint, &mut model, &golden, worst);
+    texts(checkpoint, model, golden, worst);
     worst
 }
 
@@ -284,6 +295,27 @@ fn the_cpu_agrees_with_the_truth() {
 #[test]
 fn the_gpu_agrees_with_the_truth() {
     on(2);
+}
+
+#[test]
+fn a_device_with_the_limits_that_every_one_has_agrees_with_the_truth() {
+    for checkpoint in ["tiny-nemotron", "tiny-llama-q4"] {
+        let golden = Golden::read(checkpoint);
+        let gpu = DeviceOptions { default_limits: true, plain: true, ..DeviceOptions::default() };
+        let options = LoadOptions { backend: Backend::Gpu, gpu, ..LoadOptions::default() };
+        let mut model = open(checkpoint, &golden, &options);
+        let device = model.info()["device"].clone();
+        for (limit, least) in [
+            ("max_buffer_size", 256 << 20),
+            ("max_storage_buffer_binding_size", 128 << 20),
+            ("max_storage_buffers_per_shader_stage", 8),
+            ("max_compute_workgroup_storage_size", 16 << 10),
+            ("max_compute_invocations_per_workgroup", 256),
+        ] {
+            assert_eq!(device[limit], least, "{limit}");
+        }
+        compare_model(checkpoint, "gpu, default limits", &options, &mut model, &golden);
+    }
 }
 
 #[test]

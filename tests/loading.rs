@@ -15,7 +15,7 @@ use std::sync::{Arc, LazyLock, Mutex};
 use std::time::Duration;
 
 use checkpoints::{golden_folder, ids};
-use forecall::engine::{AdapterFrom, Backend, LoadEvent, LoadOptions, Model, Offered, Phase, Quantize, Sources};
+use forecall::engine::{AdapterFrom, Backend, LoadEvent, LoadOptions, Model, Offer, Offered, Phase, Quantize, Sources};
 use forecall::fetch::http_source::HttpOptions;
 use forecall::fetch::locator::Locator;
 use forecall::fetch::native::{FolderStore, UreqTransport};
@@ -791,7 +791,8 @@ fn preflight_says_what_it_would_take_and_reads_no_weight() {
     let ask = |quantize, limits: Option<Limits>, store: Option<&Scratch>| {
         let backend = if limits.is_none() { Backend::Cpu } else { Backend::Gpu };
         let options = LoadOptions { backend, quantize, context_length: Some(256), ..LoadOptions::default() };
-        let offered = Offered { limits, quota_left: Some(1000) };
+        let gpu = limits.map_or_else(Offer::default, Offer::Real);
+        let offered = Offered { gpu, quota_left: Some(1000) };
         block_on(Model::preflight(&mut hub(&server, store), &options, offered)).unwrap()
     };
     let all = ask(None, Some(Limits::default()), Some(&store));
@@ -849,7 +850,7 @@ fn three_billion_parameters_fit_the_limits_that_every_device_has() {
             context_length: Some(context),
             ..LoadOptions::default()
         };
-        let offered = Offered { limits: Some(limits), quota_left: None };
+        let offered = Offered { gpu: Offer::Real(limits), quota_left: None };
         block_on(Model::preflight(&mut url(&server, None), &options, offered)).unwrap()
     };
     let all = ask(Limits::default(), 4096);
@@ -864,6 +865,59 @@ fn three_billion_parameters_fit_the_limits_that_every_device_has() {
     let tight = ask(Limits::default(), 262_144);
     assert_eq!((&tight["fits"], &tight["limit"]), (&json!(false), &json!("maxStorageBufferBindingSize")), "{tight}");
     assert!(tight["reason"].as_str().unwrap().contains("use a context of at most"), "{tight}");
+}
+
+/// What preflight says of a device is what loading would do with it.
+#[test]
+fn preflight_says_on_what_loading_would_run() {
+    // Heads that the GPU's kernels do not take; the CPU's do.
+    let mut wide_heads = Shape::llama(768, 1, 256, 300);
+    wide_heads.config["head_dim"] = json!(384);
+    wide_heads.config["num_attention_heads"] = json!(2);
+    wide_heads.config["num_key_value_heads"] = json!(1);
+    for (shape, fits_gpu) in [(Shape::llama(256, 1, 256, 300), true), (wide_heads, false)] {
+        let (header, size) = shape.header(|_| true);
+        let config = Content::from(shape.config.to_string().as_bytes());
+        let weights = Content::Padded(Arc::new(header), size);
+        let server = Server::start(move |request| match request.path.as_str() {
+            "/m/config.json" => Reply::whole(&config),
+            "/m/model.safetensors" => Reply::ranged(request, &weights, "\"1\""),
+            _ => Reply::status(404),
+        });
+        let ask = |backend, gpu| {
+            let options = LoadOptions { backend, context_length: Some(256), ..LoadOptions::default() };
+            block_on(Model::preflight(&mut url(&server, None), &options, Offered { gpu, quota_left: None })).unwrap()
+        };
+        let limits = Limits::default();
+        let (real, software) = (|| Offer::Real(limits), || Offer::Software(limits, "llvmpipe".into()));
+        let none = || Offer::Missing("no WebGPU adapter: none at all".into());
+        let said = |answer: &Value| {
+            let word = |field: &str| answer[field].as_str().unwrap_or_default().to_owned();
+            (answer["fits"] == true, word("backend"), word("backend_reason"), word("reason"), word("limit"))
+        };
+        for (backend, gpu, runs_on, fits, why) in [
+            (Backend::Gpu, real(), "webgpu", fits_gpu, "asked for"),
+            (Backend::Gpu, software(), "webgpu", fits_gpu, "asked for"),
+            (Backend::Gpu, none(), "webgpu", false, "no WebGPU adapter"),
+            (Backend::Auto, real(), "webgpu", fits_gpu, "there is a GPU"),
+            (Backend::Auto, software(), "cpu", true, "llvmpipe is a software one"),
+            (Backend::Auto, none(), "cpu", true, "no WebGPU adapter"),
+            (Backend::Cpu, real(), "cpu", true, "asked for"),
+        ] {
+            let what = format!("{backend:?} with {gpu:?}");
+            let lacking = backend == Backend::Gpu && gpu == none();
+            let answer = ask(backend, gpu);
+            let (really_fits, backend, backend_reason, reason, limit) = said(&answer);
+            assert_eq!((really_fits, backend.as_str()), (fits, runs_on), "{what}: {answer}");
+            assert!(backend_reason.contains(why), "{what}: {answer}");
+            match (fits, lacking) {
+                (true, _) => assert!(reason.is_empty() && limit.is_empty(), "{what}: {answer}"),
+                (false, true) => assert!(reason.contains("none at all") && limit.is_empty(), "{what}: {answer}"),
+                (false, false) => assert!(reason.contains("head_dim is 384") && limit == "head_dim", "{what}: {answer}"),
+            }
+            assert!(answer["memory"]["weights"].as_u64().unwrap() > 100_000, "{what}: {answer}");
+        }
+    }
 }
 
 #[test]

@@ -158,7 +158,7 @@ fn gigabytes_stream_through_a_quarter_of_one() {
     PEAK.store(before, Ordering::Relaxed);
     let start = Instant::now();
     let mut sink = Counted::default();
-    let checkpoint = block_on(load_checkpoint(&mut sources, &options, &mut |_| Ok(()))).unwrap();
+    let checkpoint = block_on(load_checkpoint(&mut sources, &options)).unwrap();
     block_on(stream_weights(&mut sources, &checkpoint, &mut sink, &mut |_| Ok(()))).unwrap();
     let (seconds, peak) = (start.elapsed().as_secs_f64(), PEAK.load(Ordering::Relaxed) - before);
     println!(

@@ -19,12 +19,12 @@ mod native {
     use clap::{Args, Parser, Subcommand, ValueEnum};
     use forecall::decode::ScheduleKind;
     use forecall::engine::{
-        AdapterFrom, Backend, Generate, LoadEvent, LoadOptions, Model, Offered, Part, Precision, Prompt, Quantize, Sources,
+        AdapterFrom, Backend, Generate, LoadEvent, LoadOptions, Model, Offer, Offered, Part, Precision, Prompt, Quantize, Sources,
     };
     use forecall::fetch::locator::is_repo_id;
     use forecall::fetch::native::{self, FolderStore, NativeSource, Places};
     use forecall::fetch::remote::Role;
-    use forecall::gpu::{DeviceOptions, Gpu};
+    use forecall::gpu::DeviceOptions;
     use forecall::text::chat_template::ChatRequest;
     use forecall::weights::source::Either;
     use forecall::{Error, Result};
@@ -70,8 +70,8 @@ mod native {
         /// Folder in which converted weights from the network are kept, or `none`; by default one among the user's caches
         #[arg(long, value_name = "DIR|none")]
         store: Option<String>,
-        /// What runs the model
-        #[arg(long, value_enum, default_value = "gpu")]
+        /// What runs the model; `auto` is the GPU where there is a real one, else the CPU
+        #[arg(long, value_enum, default_value = "auto")]
         backend: BackendArg,
         /// How K/V, and weights that are not quantised, are stored. `auto`: f32 weights stay so, f16 and bf16 become f16
         /// (values beyond 65504 are cut to that); K/V are f32 if all weights are. The backend `reference` keeps K/V in f64
@@ -380,6 +380,14 @@ mod native {
         model.map_err(|error| nor_a_folder(&args.model, error))
     }
 
+    /// Why the CPU ran a model that a GPU might have run; nothing else needs saying.
+    fn on_cpu(args: &ModelArgs, info: &serde_json::Value) -> String {
+        match (args.backend, info["backend"].as_str(), info["backend_reason"].as_str()) {
+            (BackendArg::Auto, Some("cpu"), Some(why)) => format!(", on the CPU: {}", sentence(why)),
+            _ => String::new(),
+        }
+    }
+
     /// `--template-variables`.
     fn template_variables(json: Option<&str>) -> Result<serde_json::Map<String, serde_json::Value>> {
         json.map_or_else(
@@ -443,7 +451,7 @@ mod native {
             } else {
                 print_line("")?;
             }
-            tell(&format!("{}\n", done.summary()));
+            tell(&format!("{}{}\n", done.summary(), on_cpu(&args.model, &model.info())));
         }
         Ok(())
     }
@@ -462,11 +470,11 @@ mod native {
     async fn info(args: InfoArgs) -> Result<()> {
         let info = match args.preflight {
             true => {
-                let limits = match options(&args.model).backend {
-                    Backend::Gpu | Backend::Auto => Gpu::open(DeviceOptions::default()).await.ok().map(|gpu| gpu.info().limits()),
-                    Backend::Cpu | Backend::Reference => None,
+                let gpu = match options(&args.model).backend {
+                    Backend::Gpu | Backend::Auto => Offer::look(DeviceOptions::default()).await?.limits(),
+                    Backend::Cpu | Backend::Reference => Offer::default(),
                 };
-                let offered = Offered { limits, quota_left: None };
+                let offered = Offered { gpu, quota_left: None };
                 let preflight = Model::preflight(&mut sources(&args.model)?, &options(&args.model), offered).await;
                 preflight.map_err(|error| nor_a_folder(&args.model.model, error))?
             }

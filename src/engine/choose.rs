@@ -14,7 +14,7 @@ use crate::model::arch::{DiffusionRules, ModelRules};
 
 /// What is taken when a request names neither schedule nor widths.
 #[derive(Debug, Clone)]
-pub(super) struct Default {
+pub(super) struct Chosen {
     pub options: ScheduleOptions,
     pub reason: String,
 }
@@ -55,7 +55,7 @@ const BUDGET_MS: f64 = 500.0;
 /// Positions in the cache while calls are timed.
 const PREFIX: u32 = 16;
 
-impl Default {
+impl Chosen {
     /// What needs no measuring: the only schedule of models that have but one, packed where the model can draft.
     pub fn unmeasured(rules: &ModelRules) -> Self {
         let reason = match rules {
@@ -73,9 +73,9 @@ impl Model {
     ///
     /// # Errors
     /// Failures of the device.
-    pub(super) async fn choose_default(&mut self) -> Result<Default> {
+    pub(super) async fn choose_default(&mut self) -> Result<Chosen> {
         let all = self.program.rules();
-        let unmeasured = Default::unmeasured(&all);
+        let unmeasured = Chosen::unmeasured(&all);
         let (Some(rules), Runs::Cpu(_)) = (all.draft, &self.calls.on) else {
             return Ok(unmeasured);
         };
@@ -130,6 +130,6 @@ impl Model {
                 best = (rate, options);
             }
         }
-        Ok(Default { options: best.1, reason: format!("measured on this machine: {}", tried.join(", ")) })
+        Ok(Chosen { options: best.1, reason: format!("measured on this machine: {}", tried.join(", ")) })
     }
 }

@@ -48,7 +48,7 @@ impl Facts {
                 Runs::Cpu(cpu) => cpu.weight_bytes() as u64,
                 _ => checkpoint.packed_bytes(),
             },
-            multiplied_weights: multiplied.filter(|m| m.role != Role::Lora).map(|m| (m.n * m.k) as u64).sum(),
+            multiplied_weights: multiplied.filter(|m| m.role != Role::Lora).map(|m| m.n as u64 * m.k as u64).sum(),
             backend: match &calls.on {
                 Runs::Gpu(_) => "webgpu",
                 Runs::Cpu(_) => "cpu",

@@ -13,11 +13,11 @@ use super::{Model, choose, preflight};
 use crate::cpu::reference::Reference;
 use crate::cpu::{CpuModel, CpuOptions};
 use crate::decode::ScheduleOptions;
-use crate::decode::options::Resolved;
-use crate::decode::schedule::ModelCalls;
+use crate::decode::schedule::{Geometry, ModelCalls};
 use crate::error::{Error, Result};
-use crate::gpu::footprint::footprint;
-use crate::gpu::{self, DeviceOptions, Gpu, GpuModel, ModelOptions};
+use crate::gpu::footprint::{Limits, footprint};
+use crate::gpu::{DeviceOptions, Gpu, GpuModel, ModelOptions};
+use crate::model::arch::ModelRules;
 use crate::model::load::{self, Checkpoint, Sources};
 use crate::text::Tokenizer;
 use crate::text::chat_template::{ChatTemplate, TokenizerConfig};
@@ -250,9 +250,8 @@ impl Model {
         let teller = Teller { on_event: RefCell::new(on_event), traffic: sources.traffic(), told: Cell::new(0) };
         let tell = |event| teller.tell(event);
         tell(LoadEvent::progress(Phase::Config, 0, 0))?;
-        let mut quiet = |_| Ok(());
         let kept_as = kept_as(options);
-        let reading = load::load_checkpoint(sources, &kept_as, &mut quiet);
+        let reading = load::load_checkpoint(sources, &kept_as);
         let checkpoint = teller.watching(Phase::Config, reading).await?;
         let warn = |warnings: Vec<Warning>| warnings.into_iter().try_for_each(|warning| tell(LoadEvent::Warning(warning)));
         warn(sources.warnings())?;
@@ -277,13 +276,14 @@ impl Model {
                 preflight::check_cpu(&checkpoint, context, kv_bytes, cfg!(target_arch = "wasm32"))?;
             }
         }
-        let mut handed_over = |progress: load::Progress| tell(LoadEvent::progress(Phase::Upload, progress.bytes, progress.total));
+        let mut handed_over =
+            |progress: load::WeightsRead| tell(LoadEvent::progress(Phase::Upload, progress.bytes, progress.total));
         let streaming = load::stream_weights(sources, &checkpoint, &mut calls, &mut handed_over);
         teller.watching(Phase::Download, streaming).await?;
         warn(sources.warnings())?;
         if let Runs::Gpu(gpu) = &mut calls.on {
             gpu.ready().await?;
-            let widths = usual_widths(&checkpoint, gpu);
+            let widths = usual_widths(&checkpoint.program.rules(), &gpu.geometry());
             let mut stopped = Ok(());
             gpu.prepare(&widths, |done, total| {
                 if stopped.is_ok() {
@@ -297,7 +297,7 @@ impl Model {
             cpu.settle()?;
         }
         let facts = Facts::new(&checkpoint, &calls, context, half_cache, reason);
-        let default = choose::Default::unmeasured(&checkpoint.program.rules());
+        let default = choose::Chosen::unmeasured(&checkpoint.program.rules());
         let mut model = Self { calls, program: checkpoint.program, tokenizer, template, end_ids, facts, default };
         model.default = model.choose_default().await?;
         tell(LoadEvent::progress(Phase::Ready, 1, 1))?;
@@ -326,44 +326,102 @@ pub(super) fn half_cache(checkpoint: &Checkpoint, precision: Precision) -> bool 
     }
 }
 
+/// What there is of a GPU, `T` being the device or what is known of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Offer<T> {
+    /// A GPU.
+    Real(T),
+    /// A software adapter, and its name: several times slower than the CPU path on the same cores.
+    Software(T, String),
+    /// None, and why.
+    Missing(String),
+}
+
+impl<T> Default for Offer<T> {
+    fn default() -> Self {
+        Self::Missing("no WebGPU adapter was looked for".into())
+    }
+}
+
+impl Offer<Gpu> {
+    /// Looks for a GPU as loading does.
+    ///
+    /// # Errors
+    /// Failures of a device that is there.
+    pub async fn look(options: DeviceOptions) -> Result<Self> {
+        match Gpu::open(options).await {
+            Ok(gpu) if gpu.info().device_type == "software" => {
+                let name = gpu.info().name.clone();
+                Ok(Self::Software(gpu, name))
+            }
+            Ok(gpu) => Ok(Self::Real(gpu)),
+            Err(Error::Unsupported(why)) => Ok(Self::Missing(why)),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// What the device allows.
+    #[must_use]
+    pub fn limits(&self) -> Offer<Limits> {
+        match self {
+            Self::Real(gpu) => Offer::Real(gpu.info().limits()),
+            Self::Software(gpu, name) => Offer::Software(gpu.info().limits(), name.clone()),
+            Self::Missing(why) => Offer::Missing(why.clone()),
+        }
+    }
+}
+
+impl<T> Offer<T> {
+    /// The GPU if `backend` takes it, `None` for the CPU; and why. The one place where that is decided.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if a GPU was asked for and there is none.
+    pub(super) fn taken(self, backend: Backend) -> Result<(Option<T>, String)> {
+        let asked = || "asked for".to_owned();
+        match (backend, self) {
+            (Backend::Cpu | Backend::Reference, _) => Ok((None, asked())),
+            (Backend::Gpu, Self::Real(gpu) | Self::Software(gpu, _)) => Ok((Some(gpu), asked())),
+            (Backend::Gpu, Self::Missing(why)) => Err(Error::Unsupported(why)),
+            (Backend::Auto, Self::Real(gpu)) => Ok((Some(gpu), "there is a GPU".into())),
+            (Backend::Auto, Self::Software(_, name)) => Ok((None, format!("the GPU adapter {name} is a software one"))),
+            (Backend::Auto, Self::Missing(why)) => Ok((None, why)),
+        }
+    }
+}
+
 /// The backend, still without weights, and why it was chosen.
 async fn open(options: &LoadOptions, checkpoint: &Checkpoint, context: u32, half_cache: bool) -> Result<(Calls, String)> {
     let program = || checkpoint.program.clone();
     let cpu = || Calls::from(Runs::Cpu(Box::new(CpuModel::new(program(), CpuOptions { context, half_cache }))));
-    let on_gpu = |gpu: &Gpu| -> Result<Calls> {
-        let precision = if half_cache { gpu::Precision::F16 } else { gpu::Precision::F32 };
-        let options = ModelOptions { context, precision, checkpoint_is_f32: !half_cache };
-        Ok(Runs::Gpu(Box::new(GpuModel::new(gpu, program(), options)?)).into())
-    };
-    let asked = "asked for".to_owned();
-    match options.backend {
+    let found = match options.backend {
         #[cfg(not(target_arch = "wasm32"))]
-        Backend::Reference => Ok((Runs::Reference(Box::new(Reference::new(program(), context))).into(), asked)),
+        Backend::Reference => {
+            let reference = Reference::new(program(), context);
+            return Ok((Runs::Reference(Box::new(reference)).into(), "asked for".into()));
+        }
         #[cfg(target_arch = "wasm32")]
-        Backend::Reference => Err(Error::Unsupported("the reference backend is native only; use webgpu or cpu".into())),
-        Backend::Cpu => Ok((cpu(), asked)),
-        Backend::Gpu => Ok((on_gpu(&Gpu::open(options.gpu).await?)?, asked)),
-        // A software adapter is several times slower than the CPU path on the same cores.
-        Backend::Auto if options.gpu.web_software => Ok((cpu(), "the browser's WebGPU adapter is a software one".into())),
-        Backend::Auto => match Gpu::open(options.gpu).await {
-            Ok(gpu) if gpu.info().device_type == "software" => {
-                Ok((cpu(), format!("the GPU adapter {} is a software one", gpu.info().name)))
-            }
-            Ok(gpu) => Ok((on_gpu(&gpu)?, "there is a GPU".into())),
-            Err(Error::Unsupported(why)) => Ok((cpu(), why)),
-            Err(error) => Err(error),
-        },
-    }
+        Backend::Reference => {
+            return Err(Error::Unsupported("the reference backend is native only; use webgpu or cpu".into()));
+        }
+        Backend::Cpu => Offer::default(),
+        // Not even opened: that takes a browser its time.
+        Backend::Auto if options.gpu.web_software => {
+            return Ok((cpu(), "the browser's WebGPU adapter is a software one".into()));
+        }
+        Backend::Auto | Backend::Gpu => Offer::look(options.gpu).await?,
+    };
+    Ok(match found.taken(options.backend)? {
+        (Some(gpu), why) => {
+            let model = GpuModel::new(&gpu, program(), ModelOptions { context, half_cache })?;
+            (Runs::Gpu(Box::new(model)).into(), why)
+        }
+        (None, why) => (cpu(), why),
+    })
 }
 
 /// Row counts of the calls that a default generation makes, for compiling ahead.
-fn usual_widths(checkpoint: &Checkpoint, model: &GpuModel) -> Vec<usize> {
-    let most = match ScheduleOptions::default().resolve(checkpoint.program.rules(), &model.geometry()) {
-        Ok(Resolved::Drafting { verify_width, draft_width, .. }) => (verify_width + draft_width + 2) as usize,
-        // A block beside the rows of the one before.
-        Ok(Resolved::Diffusion { block_length, .. }) => 2 * block_length as usize,
-        _ => 1,
-    };
+fn usual_widths(rules: &ModelRules, geometry: &Geometry) -> Vec<usize> {
+    let most = ScheduleOptions::default().resolve(*rules, geometry).map_or(1, |resolved| resolved.decode_rows());
     (1..=most).collect()
 }
 

@@ -15,7 +15,7 @@ mod preflight;
 mod probe;
 
 pub use generate::{Generate, Generated, Part, Piece, Prompt, Timings};
-pub use load::{Backend, LoadEvent, LoadOptions, Phase, Precision, Progress, Quantize};
+pub use load::{Backend, LoadEvent, LoadOptions, Offer, Phase, Precision, Progress, Quantize};
 pub use logits::Logits;
 pub use measure::{RowTiming, row_invariance};
 pub use preflight::Offered;
@@ -40,7 +40,7 @@ pub struct Model {
     /// Ids that end a text: of the config, the generation config and the tokenizer.
     end_ids: Vec<u32>,
     facts: info::Facts,
-    default: choose::Default,
+    default: choose::Chosen,
 }
 
 impl std::fmt::Debug for Model {

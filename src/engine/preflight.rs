@@ -5,19 +5,19 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-use super::load::{self, LoadOptions, kept_as};
-use super::{Backend, Model, Sources};
+use super::load::{self, LoadOptions, Offer, kept_as};
+use super::{Model, Sources};
 use crate::error::{Error, Result};
 use crate::gpu::footprint::{self, Limits};
 use crate::model::load::{AdapterFrom, Checkpoint, load_checkpoint};
 use crate::model::program::Role;
 use crate::weights::source::{ByteSource, Survey};
 
-/// What a page knows of the device and its storage.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+/// What a caller knows of the device and its storage.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Offered {
-    /// Limits of the WebGPU adapter; `None` where there is none, or the CPU is to run the model.
-    pub limits: Option<Limits>,
+    /// Limits of the WebGPU adapter. Does not matter where the CPU is asked for.
+    pub gpu: Offer<Limits>,
     /// Bytes that may still be stored, where that is known.
     pub quota_left: Option<u64>,
 }
@@ -53,27 +53,28 @@ pub(super) fn check_cpu(checkpoint: &Checkpoint, context: u32, kv_bytes: u64, wa
 
 impl Model {
     /// Says what loading would take and whether this device can do it, as an object: `model_type`, `fits`, `limit` and
-    /// `reason` (which limit fails, by how much), `download`, `memory`, `store`, `tokenizer`, `drafter`, `quantization`.
+    /// `reason` (which limit fails, by how much), `backend` and `backend_reason` (what loading would take and why), `download`, `memory`, `store`, `tokenizer`, `drafter`, `quantization`.
     /// Reads configs and headers, and stores nothing.
     ///
     /// # Errors
     /// As [`Model::load`] for what configs and headers hold.
     pub async fn preflight<S: ByteSource>(sources: &mut Sources<S>, options: &LoadOptions, offered: Offered) -> Result<Value> {
-        let checkpoint = load_checkpoint(sources, &kept_as(options), &mut |_| Ok(())).await?;
+        let checkpoint = load_checkpoint(sources, &kept_as(options)).await?;
         let context = load::context_length(&checkpoint, options.context_length)?;
         let half = load::half_cache(&checkpoint, options.precision);
         let kv_bytes = if half { 2 } else { 4 };
-        let on_gpu = match options.backend {
-            Backend::Gpu => true,
-            Backend::Auto => offered.limits.is_some() && !options.gpu.web_software,
-            Backend::Cpu | Backend::Reference => false,
+        let (limits, backend_reason, missing) = match offered.gpu.taken(options.backend) {
+            Ok((limits, why)) => (limits, why, None),
+            // What it would take is worth knowing all the same.
+            Err(missing) => (Some(Limits::default()), missing.to_string(), Some(missing)),
         };
-        let (memory, refusal) = if on_gpu {
-            let limits = offered.limits.unwrap_or_default();
+        let on_gpu = limits.is_some();
+        let (memory, refusal) = if let Some(limits) = limits {
             let unlimited = Limits { max_buffer_size: u64::MAX, max_storage_buffer_binding_size: u64::MAX };
             let of = |limits| footprint::footprint(&checkpoint.program, checkpoint.formats(), context, kv_bytes, limits);
             let (all, refusal) = match of(limits) {
-                Ok(all) => (all, None),
+                _ if missing.is_some() => (of(unlimited)?, missing),
+                Ok(all) => (all, footprint::check_heads(&checkpoint.program.arch).err()),
                 Err(error) => (of(unlimited)?, Some(error)),
             };
             let (bytes, of) = all.largest_binding;
@@ -105,7 +106,7 @@ impl Model {
         // Files that are here already are not stored once more.
         let to_store = if files.is_empty() { 0 } else { checkpoint.packed_bytes().saturating_sub(stored) };
         let reason = refusal.as_ref().map(ToString::to_string);
-        let limits = ["maxStorageBufferBindingSize", "maxBufferSize", "WebAssembly"];
+        let limits = ["maxStorageBufferBindingSize", "maxBufferSize", "WebAssembly", "head_dim"];
         let limit = reason.as_deref().and_then(|reason| limits.into_iter().find(|limit| reason.contains(limit)));
         Ok(json!({
             "model_type": checkpoint.program.arch.model_type,
@@ -113,6 +114,7 @@ impl Model {
             "reason": reason,
             "limit": limit,
             "backend": if on_gpu { "webgpu" } else { "cpu" },
+            "backend_reason": backend_reason,
             "context_length": context,
             "download": {
                 "bytes": download,
@@ -143,10 +145,10 @@ fn stored_share(surveys: &[Survey], checkpoint: &Checkpoint) -> u64 {
 
 /// The format that most weights are in, the adapter's aside.
 fn quantization(checkpoint: &Checkpoint) -> String {
-    let mut values: BTreeMap<String, usize> = BTreeMap::new();
+    let mut values: BTreeMap<String, u64> = BTreeMap::new();
     let matrices = checkpoint.program.matrices.iter().zip(checkpoint.formats());
     for (matrix, format) in matrices.filter(|(matrix, _)| matrix.role != Role::Lora) {
-        *values.entry(super::info::format_name(*format)).or_default() += matrix.n * matrix.k;
+        *values.entry(super::info::format_name(*format)).or_default() += matrix.n as u64 * matrix.k as u64;
     }
     values.into_iter().max_by_key(|(_, values)| *values).map_or_else(String::new, |(name, _)| name)
 }
@@ -161,7 +163,7 @@ mod tests {
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/tiny-llama");
         let mut sources = Sources { base: FolderSource::new(folder).unwrap(), adapter: AdapterFrom::Auto };
         let options = kept_as(&LoadOptions::default());
-        let checkpoint = pollster::block_on(load_checkpoint(&mut sources, &options, &mut |_| Ok(()))).unwrap();
+        let checkpoint = pollster::block_on(load_checkpoint(&mut sources, &options)).unwrap();
         let huge = 1 << 30;
         let refused = check_cpu(&checkpoint, huge, 4, true);
         assert!(matches!(&refused, Err(Error::Unsupported(text)) if text.contains("4294967296")), "{refused:?}");

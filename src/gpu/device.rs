@@ -20,6 +20,8 @@ pub struct DeviceOptions {
     pub web_software: bool,
     /// Keep to what every adapter has: no f16 type, no subgroups. For tests and for comparing.
     pub plain: bool,
+    /// Ask for the limits that every WebGPU device has, and none beyond. For tests.
+    pub default_limits: bool,
 }
 
 /// What a device is and can do.
@@ -93,7 +95,7 @@ impl Gpu {
             .request_device(&wgpu::DeviceDescriptor {
                 label: Some("forecall"),
                 required_features: wanted,
-                required_limits: adapter.limits(),
+                required_limits: if options.default_limits { wgpu::Limits::default() } else { adapter.limits() },
                 ..Default::default()
             })
             .await

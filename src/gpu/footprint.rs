@@ -8,6 +8,7 @@ use super::weights::tiles_per_part;
 use crate::decode::schedule::Geometry;
 use crate::error::{Error, Result};
 use crate::kernels::Heads;
+use crate::model::arch::Arch;
 use crate::model::call_rows::{HEADER_WORDS, ROW_WORDS};
 use crate::model::program::{Act, Program};
 use crate::weights::packed::{Format, PackedRows, TILE};
@@ -35,6 +36,23 @@ pub struct Footprint {
     pub memory: MemoryUse,
     /// The largest binding and what it is of.
     pub largest_binding: (u64, String),
+}
+
+/// Refuses heads that no kernel is made for.
+///
+/// # Errors
+/// [`Error::Unsupported`].
+pub fn check_heads(arch: &Arch) -> Result<()> {
+    let Arch { head_dim, num_attention_heads, num_key_value_heads, .. } = *arch;
+    if head_dim == 0 || head_dim > 256 || !head_dim.is_multiple_of(2) {
+        return Err(Error::Unsupported(format!("head_dim is {head_dim}; the GPU's kernels take even sizes up to 256")));
+    }
+    if num_key_value_heads == 0 || !num_attention_heads.is_multiple_of(num_key_value_heads) {
+        return Err(Error::Unsupported(format!(
+            "{num_attention_heads} attention heads do not divide into {num_key_value_heads} key heads"
+        )));
+    }
+    Ok(())
 }
 
 /// What `program` takes with its matrices in `formats` (by matrix), K/V of `context` positions in values of `kv_bytes` bytes.

@@ -20,4 +20,4 @@ mod weights;
 
 pub use buffers::MemoryUse;
 pub use device::{DeviceOptions, Gpu, GpuInfo};
-pub use model::{GpuModel, ModelOptions, Precision};
+pub use model::{GpuModel, ModelOptions};

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use super::attention::{Attention, part_bytes};
 use super::buffers::{Allocator, Kind, MemoryUse};
 use super::device::Gpu;
+use super::footprint::check_heads;
 use super::matmul::{self, DeviceClass};
 use super::pipelines::{PipelineId, Pipelines};
 use super::readback::{self, Mapping};
@@ -23,32 +24,19 @@ use crate::weights::packed::PackedRows;
 
 /// Calls that may be submitted before the first of them is answered.
 pub const CALLS_IN_FLIGHT: usize = 2;
-/// Bytes that logits may take: fewer rows may choose in models with huge vocabularies.
-const LOGITS_BYTES: usize = 40 << 20;
+/// Bytes that logits may take: fewer rows may choose in models with huge vocabularies. Enough for the widest default calls,
+/// 81 rows (K = 8 with a block for every acceptance), of vocabularies up to 180,000.
+const LOGITS_BYTES: usize = 56 << 20;
 /// Rows that may choose at least, however large the vocabulary.
 const LEAST_CHOOSE: usize = 16;
-
-/// How K and V are stored (arithmetic is f32 always).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum Precision {
-    /// f32 for checkpoints in f32, f16 for all others.
-    #[default]
-    Auto,
-    /// f32.
-    F32,
-    /// f16.
-    F16,
-}
 
 /// How a model is set up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ModelOptions {
     /// Cache slots.
     pub context: u32,
-    /// Storage of K and V.
-    pub precision: Precision,
-    /// Whether the checkpoint's plain tensors are f32, for [`Precision::Auto`].
-    pub checkpoint_is_f32: bool,
+    /// Whether K and V are stored in f16 rather than f32 (arithmetic is f32 always).
+    pub half_cache: bool,
 }
 
 /// What a model of `program` takes on a GPU.
@@ -152,22 +140,9 @@ impl GpuModel {
         if options.context == 0 {
             return Err(Error::InvalidOption("a context of 0 positions holds no token; give at least 1".into()));
         }
-        if arch.head_dim == 0 || arch.head_dim > 256 || !arch.head_dim.is_multiple_of(2) {
-            return Err(Error::Unsupported(format!("head_dim is {}; even sizes up to 256 are supported", arch.head_dim)));
-        }
-        if arch.num_key_value_heads == 0 || !arch.num_attention_heads.is_multiple_of(arch.num_key_value_heads) {
-            return Err(Error::Unsupported(format!(
-                "{} attention heads do not divide into {} key heads",
-                arch.num_attention_heads, arch.num_key_value_heads
-            )));
-        }
-        let half = match options.precision {
-            Precision::F32 => false,
-            Precision::F16 => true,
-            Precision::Auto => !options.checkpoint_is_f32,
-        };
+        check_heads(arch)?;
         // A software adapter pays for every load, and loads packed halves in half as many.
-        let kv = match (half, gpu.info().shader_f16 && gpu.class() == DeviceClass::Gpu) {
+        let kv = match (options.half_cache, gpu.info().shader_f16 && gpu.class() == DeviceClass::Gpu) {
             (false, _) => KvStorage::F32,
             (true, true) => KvStorage::F16,
             (true, false) => KvStorage::Pack16,

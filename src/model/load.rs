@@ -101,28 +101,17 @@ pub struct LoadOptions {
     pub plain: PlainFormat,
 }
 
-/// What loading is busy with.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Phase {
-    /// Configs, tokenizer files and headers.
-    Config,
-    /// Weights; bytes are counted.
-    Weights,
-}
-
-/// How far loading is.
+/// How much of the weights was read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Progress {
-    /// What it is busy with.
-    pub phase: Phase,
+pub struct WeightsRead {
     /// Bytes read of `total`.
     pub bytes: u64,
-    /// Bytes of the phase; 0 while not known.
+    /// Bytes in all.
     pub total: u64,
 }
 
 /// Is told of progress; an error it returns (such as [`Error::Aborted`]) stops the loading.
-pub type Watch<'a> = dyn FnMut(Progress) -> Result<()> + 'a;
+pub type Watch<'a> = dyn FnMut(WeightsRead) -> Result<()> + 'a;
 
 /// The files beside the weights that other rooms read, as they came.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -165,7 +154,8 @@ impl Checkpoint {
     #[must_use]
     pub fn packed_bytes(&self) -> u64 {
         let matrices = self.program.matrices.iter().zip(self.formats());
-        let matrices: u64 = matrices.map(|(m, f)| (m.n.next_multiple_of(8) * f.bytes_per_row(m.k)) as u64).sum();
+        // In 64 bits before multiplying: a page's module has 32, and a matrix may have more bytes than those count.
+        let matrices: u64 = matrices.map(|(m, f)| m.n.next_multiple_of(8) as u64 * f.bytes_per_row(m.k) as u64).sum();
         matrices + self.program.vectors.iter().map(|v| 4 * v.n as u64).sum::<u64>()
     }
 }
@@ -173,16 +163,9 @@ impl Checkpoint {
 /// Reads configs and headers.
 ///
 /// # Errors
-/// [`Error::Fetch`], [`Error::BadConfig`], [`Error::BadWeights`], [`Error::Unsupported`], each naming file and field or tensor;
-/// whatever `watch` returns.
-pub async fn load_checkpoint<S: ByteSource>(
-    sources: &mut Sources<S>,
-    options: &LoadOptions,
-    watch: &mut Watch<'_>,
-) -> Result<Checkpoint> {
-    let start = Progress { phase: Phase::Config, bytes: 0, total: 0 };
+/// [`Error::Fetch`], [`Error::BadConfig`], [`Error::BadWeights`], [`Error::Unsupported`], each naming file and field or tensor.
+pub async fn load_checkpoint<S: ByteSource>(sources: &mut Sources<S>, options: &LoadOptions) -> Result<Checkpoint> {
     check_options(options)?;
-    watch(start)?;
     let base = &mut sources.base;
     let config = read_small(base, "config.json", MAX_JSON_BYTES).await?;
     let config = config.ok_or_else(|| {
@@ -196,7 +179,6 @@ pub async fn load_checkpoint<S: ByteSource>(
     files.tokenizer = read_small(base, "tokenizer.json", MAX_JSON_BYTES).await?;
     files.tokenizer_config = read_small(base, "tokenizer_config.json", MAX_JSON_BYTES).await?;
     files.chat_template = read_small(base, "chat_template.jinja", MAX_JSON_BYTES).await?;
-    watch(start)?;
 
     let generation_config = files.generation_config.as_deref();
     let by_config = config::parse(&files.config, generation_config);
@@ -233,7 +215,6 @@ pub async fn load_checkpoint<S: ByteSource>(
             family.names.head.iter().map(|h| format!("`{h}.weight`")).collect::<Vec<_>>().join(", ")
         )));
     }
-    watch(start)?;
 
     let found = find_adapter(sources).await?;
     let mut adapter_index = TensorIndex::default();
@@ -259,7 +240,6 @@ pub async fn load_checkpoint<S: ByteSource>(
     };
     finder.check_all_used(&program)?;
     let weights = WeightPlan::new(&program, &finder, all_files, options.plain)?;
-    watch(start)?;
     Ok(Checkpoint { program, quantization, adapter, files, weights })
 }
 
@@ -268,7 +248,7 @@ pub async fn load_checkpoint<S: ByteSource>(
 /// another time is not read again.
 ///
 /// # Errors
-/// As [`load_checkpoint`], and whatever `sink` returns.
+/// As [`load_checkpoint`], and whatever `sink` and `watch` return.
 pub async fn stream_weights<S: ByteSource>(
     sources: &mut Sources<S>,
     checkpoint: &Checkpoint,
@@ -276,7 +256,7 @@ pub async fn stream_weights<S: ByteSource>(
     watch: &mut Watch<'_>,
 ) -> Result<()> {
     let plan = &checkpoint.weights;
-    let mut progress = Progress { phase: Phase::Weights, bytes: 0, total: plan.total_bytes };
+    let mut progress = WeightsRead { bytes: 0, total: plan.total_bytes };
     sources.begin(plan).await?;
     watch(progress)?;
     let mut steps = [0; 2];

@@ -45,12 +45,12 @@ fn golden(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
-fn quiet(_: Progress) -> Result<()> {
+fn quiet(_: WeightsRead) -> Result<()> {
     Ok(())
 }
 
 async fn load_all<S: ByteSource>(sources: &mut Sources<S>, options: &LoadOptions) -> Result<(Checkpoint, Collected)> {
-    let checkpoint = load_checkpoint(sources, options, &mut quiet).await?;
+    let checkpoint = load_checkpoint(sources, options).await?;
     let mut sink = Collected::default();
     stream_weights(sources, &checkpoint, &mut sink, &mut quiet).await?;
     Ok((checkpoint, sink))
@@ -243,23 +243,23 @@ fn plain_weights_are_kept_as_asked() {
 #[test]
 fn progress_counts_every_byte_and_can_stop() {
     let mut sources = memory("tiny-llama");
-    let checkpoint = pollster::block_on(load_checkpoint(&mut sources, &LoadOptions::default(), &mut quiet)).unwrap();
+    let checkpoint = pollster::block_on(load_checkpoint(&mut sources, &LoadOptions::default())).unwrap();
     sources.base.reads.clear();
     let mut seen = Vec::new();
-    let mut watch = |p: Progress| {
+    let mut watch = |p: WeightsRead| {
         seen.push(p);
         Ok(())
     };
     let mut sink = Collected::default();
     pollster::block_on(stream_weights(&mut sources, &checkpoint, &mut sink, &mut watch)).unwrap();
     let last = seen.last().unwrap();
-    assert_eq!((last.bytes, last.phase), (last.total, Phase::Weights));
+    assert_eq!(last.bytes, last.total);
     let read: u64 = sources.base.reads.iter().map(|(_, r): &(String, Range<u64>)| r.end - r.start).sum();
     assert_eq!(read, last.total);
     // A small checkpoint is two files, read once each.
     assert_eq!(sources.base.reads.len(), 2, "{:?}", sources.base.reads);
 
-    let mut stop = |p: Progress| if p.bytes > 0 { Err(Error::Aborted("stopped".into())) } else { Ok(()) };
+    let mut stop = |p: WeightsRead| if p.bytes > 0 { Err(Error::Aborted("stopped".into())) } else { Ok(()) };
     let stopped = pollster::block_on(stream_weights(&mut sources, &checkpoint, &mut Collected::default(), &mut stop));
     assert_eq!(stopped, Err(Error::Aborted("stopped".into())));
 }

@@ -8,20 +8,20 @@ use crate::cpu::testing::{Tiny, block, clean, plan};
 use crate::decode::plan::{CallPlan, Row};
 use crate::decode::schedule::ModelCalls;
 use crate::gpu::Gpu;
-use crate::gpu::model::{GpuModel, ModelOptions, Precision};
+use crate::gpu::model::{GpuModel, ModelOptions};
 use crate::kernels::testing::{Q4, Q8};
 use crate::model::program::Act;
 use crate::weights::packed::Format;
 
 const CONTEXT: u32 = 64;
 
-pub(super) fn load(gpu: &Gpu, tiny: &Tiny, precision: Precision) -> GpuModel {
-    load_with(gpu, tiny, precision, CONTEXT)
+pub(super) fn load(gpu: &Gpu, tiny: &Tiny, half_cache: bool) -> GpuModel {
+    load_with(gpu, tiny, half_cache, CONTEXT)
 }
 
-pub(super) fn load_with(gpu: &Gpu, tiny: &Tiny, precision: Precision, context: u32) -> GpuModel {
+pub(super) fn load_with(gpu: &Gpu, tiny: &Tiny, half_cache: bool, context: u32) -> GpuModel {
     let program = tiny.program();
-    let options = ModelOptions { context, precision, checkpoint_is_f32: false };
+    let options = ModelOptions { context, half_cache };
     let mut model = GpuModel::new(gpu, program.clone(), options).unwrap();
     tiny.fill(&program, 5, &mut model);
     block_on(model.ready()).unwrap();
@@ -91,12 +91,12 @@ pub(super) fn logits_match_the_reference() {
         for (i, tiny) in tinies().iter().enumerate() {
             let mut expected = reference(tiny);
             // f32: rounding only. f16: K and V have 11 bits.
-            for (precision, bound) in [(Precision::F32, 2e-5), (Precision::F16, 2e-3)] {
-                let mut model = load(&gpu(plain), tiny, precision);
+            for (half_cache, bound) in [(false, 2e-5), (true, 2e-3)] {
+                let mut model = load(&gpu(plain), tiny, half_cache);
                 for call in calls(tiny) {
                     let (got, want) = (logits(&mut model, &call), logits(&mut expected, &call));
                     let d = distance(&got, &want);
-                    assert!(d < bound, "model {i}, plain {plain}, {precision:?}: {d}");
+                    assert!(d < bound, "model {i}, plain {plain}, half {half_cache}: {d}");
                     // Control: one logit off by a thousandth of the range is noticed.
                     let mut off = got.clone();
                     let range = want.iter().flatten().fold(0f32, |m, v| m.max(v.abs()));
@@ -109,7 +109,7 @@ pub(super) fn logits_match_the_reference() {
                     let want: Vec<f32> = want.iter().map(|&v| v as f32).collect();
                     distance(&[got], &[want])
                 });
-                assert!(d.iter().all(|d| *d < 2.0 * bound), "cache of model {i}, {precision:?}: {d:?}");
+                assert!(d.iter().all(|d| *d < 2.0 * bound), "cache of model {i}, half {half_cache}: {d:?}");
             }
         }
     }
@@ -119,8 +119,8 @@ pub(super) fn logits_match_the_reference() {
 fn a_row_alone_equals_the_row_in_a_wide_call_bit_for_bit() {
     for plain in [true, false] {
         for tiny in tinies() {
-            let mut wide = load(&gpu(plain), &tiny, Precision::Auto);
-            let mut alone = load(&gpu(plain), &tiny, Precision::Auto);
+            let mut wide = load(&gpu(plain), &tiny, true);
+            let mut alone = load(&gpu(plain), &tiny, true);
             for call in calls(&tiny) {
                 logits(&mut wide, &call);
                 let rows = call.rows().len();
@@ -150,7 +150,7 @@ fn calls_split_along_the_cache_give_the_same_bits() {
     for (i, tiny) in [Tiny::new(Q4), Tiny { heads: (6, 2, 24), window: Some(900), ..Tiny::new(Q8) }].iter().enumerate() {
         for plain in [true, false] {
             let gpu = gpu(plain).taken_for_hardware();
-            let mut model = load_with(&gpu, tiny, Precision::Auto, 1100);
+            let mut model = load_with(&gpu, tiny, true, 1100);
             let mut expected = reference_with(tiny, 1100);
             let row = |position: u32| clean((position * 7 + 3) % 31, position);
             for first in (0..1000).step_by(250) {

@@ -6,23 +6,27 @@ use super::forward::{calls, distance, load, load_with, logits, reference};
 use super::gpu;
 use crate::cpu::testing::{Tiny, clean, plan};
 use crate::decode::plan::RowToken;
-use crate::decode::schedule::{ModelCalls, Ticket};
+use crate::decode::schedule::{Geometry, ModelCalls, Ticket};
+use crate::decode::{ScheduleKind, ScheduleOptions};
 use crate::error::Error;
+use crate::gpu::Gpu;
+use crate::gpu::device::DeviceOptions;
 use crate::gpu::footprint::{Limits, footprint};
-use crate::gpu::model::{GpuModel, ModelOptions, Precision};
+use crate::gpu::model::{GpuModel, ModelOptions, geometry};
 use crate::kernels::testing::Q4;
+use crate::model::arch::{Anchor, DraftRules, ModelRules, VerifyRows};
 use crate::weights::WeightSink;
 use crate::weights::packed::Format;
 
-const OPTIONS: ModelOptions = ModelOptions { context: 64, precision: Precision::Auto, checkpoint_is_f32: false };
+const OPTIONS: ModelOptions = ModelOptions { context: 64, half_cache: true };
 
 #[test]
 fn matrices_that_exceed_a_binding_are_split() {
     // Table, head, gate_up and down all exceed two megabytes, with and without bias, adapter included.
     let tiny = Tiny { hidden: 512, intermediate: 1100, vocab: 2700, bias: true, ..Tiny::new(Format::F32) };
-    let small = gpu(false).with_smaller_buffers(2 << 20);
-    let mut split = load(&small, &tiny, Precision::F32);
-    let mut whole = load(&gpu(false), &tiny, Precision::F32);
+    let small = with_default_limits().with_smaller_buffers(2 << 20);
+    let mut split = load(&small, &tiny, false);
+    let mut whole = load(&gpu(false), &tiny, false);
     let mut expected = reference(&tiny);
     for (i, mut call) in calls(&tiny).into_iter().enumerate() {
         if i == 0 {
@@ -39,10 +43,39 @@ fn matrices_that_exceed_a_binding_are_split() {
     }
 }
 
+/// A device that was asked for the limits of every WebGPU device, and checks that nobody goes beyond them.
+fn with_default_limits() -> Gpu {
+    let options = DeviceOptions { default_limits: true, ..DeviceOptions::default() };
+    let gpu = block_on(Gpu::open(options)).expect("tests need a WebGPU adapter (Mesa's lavapipe will do)");
+    assert_eq!(gpu.info().limits(), Limits::default());
+    assert!(gpu.info().max_compute_invocations_per_workgroup == 256 && gpu.info().max_storage_buffers_per_shader_stage == 8);
+    gpu
+}
+
+#[test]
+fn a_table_larger_than_a_binding_of_every_device_is_split() {
+    // 148 MB; head and table are one.
+    let tiny = Tiny { hidden: 512, vocab: 72_300, ..Tiny::new(Format::F32) };
+    assert!((tiny.hidden * tiny.vocab * 4) as u64 > Limits::default().max_storage_buffer_binding_size);
+    let here = gpu(false);
+    let mut split = load(&with_default_limits(), &tiny, false);
+    let rows = [5u32, 72_299, 40_000, 65_535, 65_536].iter().zip(0..).map(|(&t, p)| clean(t, p)).collect();
+    let call = plan(rows);
+    let got = logits(&mut split, &call);
+    assert!(got.iter().flatten().all(|logit| logit.is_finite()) && got[0].iter().any(|logit| *logit != got[0][0]));
+    let dispatches = split.counters().dispatches;
+    drop(split);
+    if here.info().max_storage_buffer_binding_size > Limits::default().max_storage_buffer_binding_size {
+        let mut whole = load(&here, &tiny, false);
+        assert_eq!(got, logits(&mut whole, &call), "parts change no bit");
+        assert!(dispatches > whole.counters().dispatches, "control: here it is one part");
+    }
+}
+
 #[test]
 fn dispatches_and_bytes_are_counted() {
     let tiny = Tiny::new(Q4);
-    let mut model = load(&gpu(false), &tiny, Precision::Auto);
+    let mut model = load(&gpu(false), &tiny, true);
     let [prompt, packed] = calls(&tiny).try_into().unwrap();
     let program = tiny.program();
     let bytes = |lora: bool| -> u64 {
@@ -79,7 +112,7 @@ fn dispatches_and_bytes_are_counted() {
     assert!((0..64 << 10).contains(&(memory.working - expected.working)), "{memory:?} {expected:?}");
     assert_ne!(before(65).kv_cache, memory.kv_cache, "control: another context");
     // With a buffer for calls in parts.
-    let (long, expected) = (load_with(&gpu(false), &tiny, Precision::Auto, 1100).memory(), before(1100));
+    let (long, expected) = (load_with(&gpu(false), &tiny, true, 1100).memory(), before(1100));
     assert_eq!((expected.weights, expected.kv_cache), (long.weights, long.kv_cache));
     assert!((0..64 << 10).contains(&(long.working - expected.working)), "{long:?} {expected:?}");
 }
@@ -103,9 +136,34 @@ fn limits_that_fail_are_named_beforehand() {
 }
 
 #[test]
+fn the_default_widths_fit_models_with_large_vocabularies() {
+    let nemotron =
+        DraftRules { logit_shift: 0, anchor: Anchor::InBlock, verify: VerifyRows::Clean, bidirectional: true, adapter: true };
+    let setdlm =
+        DraftRules { anchor: Anchor::Shared, verify: VerifyRows::Mask, bidirectional: false, adapter: false, ..nemotron };
+    for (vocab, rules, horizon) in [(131_072, nemotron, None), (151_936, setdlm, None), (151_936, setdlm, Some(8))] {
+        let program = Tiny { vocab, ..Tiny::new(Q4) }.program();
+        let geometry = geometry(&program, 4096);
+        let rules = ModelRules { draft: Some(rules), diffusion: None, horizon };
+        let resolve = |kind: &str, geometry: &Geometry| {
+            let options = ScheduleOptions { kind: Some(kind.parse().unwrap()), ..ScheduleOptions::default() };
+            options.resolve(rules, geometry)
+        };
+        for kind in ScheduleKind::LOSSLESS {
+            resolve(kind, &geometry).unwrap_or_else(|e| panic!("{kind} of {rules:?}: {e}"));
+        }
+        if horizon.is_none() {
+            let refused = resolve("quadratic", &Geometry { max_choose: 80, ..geometry }).unwrap_err();
+            assert!(refused.to_string().contains("needs 81 rows that choose"), "control: {refused}");
+        }
+        assert!(geometry.max_choose * vocab * 4 <= 64 << 20, "logits stay bounded: {geometry:?}");
+    }
+}
+
+#[test]
 fn two_calls_may_be_in_flight() {
     let tiny = Tiny::new(Q4);
-    let mut model = load(&gpu(false), &tiny, Precision::Auto);
+    let mut model = load(&gpu(false), &tiny, true);
     let one = plan(vec![clean(3, 0), clean(4, 1)]);
     let two = plan(vec![clean(5, 2)]);
     let mut expected = Vec::new();
@@ -126,7 +184,7 @@ fn two_calls_may_be_in_flight() {
 #[test]
 fn kernels_are_compiled_ahead_and_once() {
     let tiny = Tiny::new(Q4);
-    let mut model = load(&gpu(false), &tiny, Precision::Auto);
+    let mut model = load(&gpu(false), &tiny, true);
     let mut told = Vec::new();
     block_on(model.prepare(&[1, 3], |done, all| told.push((done, all)))).unwrap();
     let compiled = model.compiled_kernels();
@@ -168,7 +226,7 @@ fn what_cannot_run_is_refused_by_name() {
     assert!(matches!(model.vector(crate::model::program::VectorId(0), vec![0.0; 3]), Err(Error::Internal(_))));
 
     // A bad call leaves the model as it was.
-    let mut model = load(&gpu(false), &tiny, Precision::Auto);
+    let mut model = load(&gpu(false), &tiny, true);
     let good = plan(vec![clean(1, 0)]);
     let before = logits(&mut model, &good);
     let mut row = clean(1, 0);
