@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::Duration;
 
-use js_sys::{Function, Object, Reflect, Uint8Array};
+use js_sys::{Float32Array, Function, Object, Reflect, Uint8Array};
 use serde::Deserialize;
 use serde_json::json;
 use wasm_bindgen::prelude::*;
@@ -518,6 +518,17 @@ impl WebModel {
     /// `{ code, message }`, by [`engine::Model::measure_rows`].
     pub async fn measure(&mut self, rows: Vec<usize>, rounds: usize) -> Thrown<String> {
         self.model.measure_rows_json(&rows, rounds).await.map(|table| table.to_string()).map_err(|e| to_js(&e))
+    }
+
+    /// [`engine::Model::logits`] as values `[rows, V]`, a draft block's rows behind the tokens': how tests hold this module's
+    /// arithmetic against golden vectors.
+    ///
+    /// # Errors
+    /// `{ code, message }`, by [`engine::Model::logits`].
+    pub async fn logits(&mut self, tokens: Vec<u32>, draft_width: Option<usize>) -> Thrown<Float32Array> {
+        let rows = self.model.logits(&tokens, draft_width).await.map_err(|e| to_js(&e))?;
+        let values: Vec<f32> = rows.causal.into_iter().chain(rows.draft.into_iter().flatten()).flatten().collect();
+        Ok(Float32Array::from(values.as_slice()))
     }
 
     /// Frees the model, on the device too.

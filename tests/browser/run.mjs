@@ -10,6 +10,7 @@ import './package.mjs';
 import './facade.mjs';
 import './page.mjs';
 import './golden.mjs';
+import './numbers.mjs';
 import './loading.mjs';
 import './bundlers.mjs';
 import './demo-model.mjs';
