@@ -220,10 +220,10 @@ pub async fn row_invariance(calls: &mut impl ModelCalls, rules: Option<DraftRule
     }
     // Far behind, where narrow calls are split along the cache and wide ones are not; what the slots before hold does not
     // matter.
-    const WIDE: u32 = 20;
-    let far = geometry.context.saturating_sub(WIDE).min(1020);
-    if far >= prefix + 6 && geometry.max_choose >= WIDE as usize {
-        let ids: Vec<u32> = (far..far + WIDE).map(token).collect();
+    const MANY: u32 = 20;
+    let far = geometry.context.saturating_sub(MANY).min(1020);
+    if far >= prefix + 6 && geometry.max_choose >= MANY as usize {
+        let ids: Vec<u32> = (far..far + MANY).map(token).collect();
         let together = run_plan(calls, &causal_call(CallKind::Decode, far, &ids)).await?;
         for (i, id) in ids.iter().enumerate().step_by(5) {
             let alone = run_plan(calls, &causal_call(CallKind::Decode, far + i as u32, std::slice::from_ref(id))).await?;
