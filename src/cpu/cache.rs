@@ -208,6 +208,15 @@ fn spans(cache: &LayerCache, rows: &[CallRow], window: Option<u32>) -> (Vec<Span
     (spans, lines)
 }
 
+/// Of a row's scratch slots: how many lines they are in, and the lane of the first.
+fn scratch_lines(cache: &LayerCache, row: &CallRow) -> (usize, usize) {
+    if row.scratch.is_empty() {
+        return (0, 0);
+    }
+    let (first, last) = (cache.place(row.scratch.start), cache.place(row.scratch.end - 1));
+    (last / LANES + 1 - first / LANES, first % LANES)
+}
+
 simd_fn! {
     /// Attention of the query heads that share key head `kv`, of a few rows: row `r`'s are at `q[r * stride ..]`, `out` is
     /// `[rows][Hq / Hkv, Dh]`. A row's result does not depend on the rows beside it.
@@ -354,9 +363,15 @@ fn attend_rows<S: Simd>(
             out.fill(f32::NAN); // a softmax over nothing
             continue;
         }
+        // Scratch slots are counted from the first that the row sees: which ones it was given must not matter.
+        let (behind, shift) = rows.get(query / heads).map_or((0, 0), |row| scratch_lines(cache, row));
         let mut total = [0.0; LANES];
-        for line in scores {
-            for (total, v) in total.iter_mut().zip(line.0) {
+        for (i, line) in scores.iter().enumerate() {
+            let mut weights = line.0;
+            if i + behind >= scores.len() {
+                weights.rotate_left(shift);
+            }
+            for (total, v) in total.iter_mut().zip(weights) {
                 *total += v;
             }
         }
@@ -609,6 +624,37 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn which_scratch_slots_a_row_was_given_does_not_matter() {
+        let (heads, context) = (Heads { query: 2, key_value: 1, dim: 16 }, 32);
+        let mut random = Random(9);
+        let (keys, values) = (random.values(20 * 16), random.values(20 * 16));
+        let (mut differ, q) = (0, random.values(32));
+        for (seen, masks) in [(7, 1), (15, 1), (1, 1), (9, 4), (16, 18)] {
+            let at = |start: u32, other: usize| {
+                let mut cache = LayerCache::new(heads, context, 64, false).unwrap();
+                for slot in 0..20 {
+                    cache.set(slot, &keys[slot * 16..][..16], &values[slot * 16..][..16]);
+                }
+                for i in 0..masks as usize {
+                    let from = (19 - i % 20 + other) % 20 * 16;
+                    cache.set(context + start as usize + i, &keys[from..][..16], &values[from..][..16]);
+                }
+                let from = context as u32 + start;
+                let words = words(&[(0, 19, 19, 0..seen, from..from + masks)], 0..0, 0..0);
+                let mut out = vec![0.0f32; 32];
+                attend(Level::best(), &cache, &[CallRows::new(&words).row(0)], None, 0, &q, 0, &mut out);
+                out.iter().map(|v| v.to_bits()).collect::<Vec<_>>()
+            };
+            let first = at(0, 0);
+            for start in 1..40 {
+                assert_eq!(at(start, 0), first, "{seen} slots and {masks} masks from scratch slot {start} on");
+            }
+            differ += usize::from(at(0, 1) != first);
+        }
+        assert_eq!(differ, 5, "control: other keys are noticed");
     }
 
     #[test]
