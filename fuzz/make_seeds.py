@@ -230,6 +230,9 @@ def main():
                 "weights": {"model.safetensors": {"size": 7, "version": '"x"', "verified": True}}}
     write("store_manifest", "hub", json.dumps(manifest))
     write("store_manifest", "address", json.dumps(manifest | {"asked": None, "listing": None, "weights": {}}))
+    state = "6a09e667" * 26
+    write("store_resume", "two", f"8388608 4194304 {state} 0:7 1:{1 << 63}\tmodel.safetensors\n0 4194304 {state}\tb.safetensors\n")
+    write("store_resume", "none", "")
     words = lambda count: struct.pack("<Q", count) + bytes(4 * count)
     write("stored_block", "rows", words(64) + words(16) + words(3))
     write("stored_block", "short", words(64) + words(16)[:-4])

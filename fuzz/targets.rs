@@ -39,7 +39,7 @@ pub struct Target {
 }
 
 /// All of them.
-pub const TARGETS: [Target; 12] = [
+pub const TARGETS: [Target; 13] = [
     Target { name: "safetensors_header", parse: header, memory: (1 << 20, 64) },
     Target { name: "shard_index", parse: shard_index, memory: (1 << 20, 128) },
     // A thousand layers, which take a few kilobytes each, are said in a few bytes.
@@ -54,6 +54,7 @@ pub const TARGETS: [Target; 12] = [
     Target { name: "checkpoint", parse: checkpoint, memory: (32 << 20, 256) },
     Target { name: "hub_listing", parse: hub_listing, memory: (1 << 20, 128) },
     Target { name: "store_manifest", parse: store_manifest, memory: (1 << 20, 128) },
+    Target { name: "store_resume", parse: store_resume, memory: (1 << 20, 128) },
     Target { name: "stored_block", parse: stored_blob, memory: (1 << 20, 8) },
 ];
 
@@ -180,6 +181,14 @@ fn store_manifest(input: &[u8]) {
         let again = store::read_manifest(&serde_json::to_vec(&manifest).unwrap());
         assert_eq!(again.as_ref(), Some(&manifest));
         let _ = manifest.listing.as_ref().map(Listing::from);
+    }
+}
+
+fn store_resume(input: &[u8]) {
+    let _ = store::read_resume(input);
+    // Damage is seen by the sum; what lies behind it must hold all the same.
+    if let Some(points) = store::read_resume(&stored_block::seal(input)) {
+        assert_eq!(store::read_resume(&store::write_resume(&points)), Some(points));
     }
 }
 

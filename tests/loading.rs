@@ -51,6 +51,11 @@ impl Scratch {
         files
     }
 
+    /// Blocks as they came.
+    fn raw(&self) -> Vec<PathBuf> {
+        self.files().into_iter().filter(|file| name_of(file).starts_with("raw-")).collect()
+    }
+
     fn blocks(&self) -> Vec<PathBuf> {
         self.files().into_iter().filter(|file| name_of(file).starts_with("block-")).collect()
     }
@@ -83,7 +88,10 @@ fn big_shape() -> Shape {
 }
 
 fn big(seed: u64) -> Files {
-    let shape = big_shape();
+    files_of(&big_shape(), seed)
+}
+
+fn files_of(shape: &Shape, seed: u64) -> Files {
     let config = shape.config.to_string();
     [("config.json", config.into_bytes()), (WEIGHTS, shape.file(seed))]
         .into_iter()
@@ -506,13 +514,18 @@ fn a_hash_that_does_not_agree_deletes_the_entry_and_never_reaches_ready() {
     assert!(!store.files().is_empty());
 }
 
-/// Loads until `bytes` weights bytes have come, then stops.
-fn stopped_at(mut sources: Sources<Remote>, bytes: u64) {
+/// Loads until `bytes` weights bytes have come, then stops. What had come by then.
+fn stopped_at<B: BlobStore>(mut sources: Sources<Remote<B>>, bytes: u64) -> u64 {
+    let mut done = 0;
     let stopped = block_on(loaded(&mut sources, None, |event| match event {
-        LoadEvent::Progress(progress) => progress.phase != Phase::Download || progress.done < bytes,
-        LoadEvent::Warning(_) => true,
+        LoadEvent::Progress(progress) if progress.phase == Phase::Download => {
+            done = progress.done;
+            done < bytes
+        }
+        _ => true,
     }));
     assert!(matches!(&stopped, Err(Error::Aborted(_))), "{:?}", stopped.map(|loaded| loaded.phases));
+    done
 }
 
 #[test]
@@ -583,6 +596,446 @@ fn a_resumed_download_is_still_held_to_its_hash() {
     damage.store(false, Ordering::SeqCst);
     stopped_at(hub(&server, Some(&store)), 20 << 20);
     assert_eq!(load(hub(&server, Some(&store)), None).unwrap().logits, *EXPECTED);
+}
+
+/// 22 MB, all scales behind all weights: no step ends before the last twentieth of the file passes.
+static SORTED: LazyLock<Files> = LazyLock::new(|| files_of(&big_shape().sorted_by_type(8), 7));
+static EXPECTED_SORTED: LazyLock<Vec<Vec<f32>>> = LazyLock::new(|| from_folder(&SORTED, None));
+/// 41 MB whose gates lie before everything and the rest of each gated layer behind everything.
+static APART: LazyLock<Files> = LazyLock::new(|| files_of(&big_shape().torn_apart(), 9));
+
+const BLOCK: u64 = 256 << 10;
+/// What may come twice when a load was ended: the lag of the resume point and what came since it was laid down.
+const AGAIN: u64 = 12 * BLOCK;
+
+/// Small blocks, of which few are held.
+fn small_blocks() -> HttpOptions {
+    HttpOptions { block_bytes: BLOCK, kept_bytes: 16 * BLOCK, ..http_options() }
+}
+
+fn in_blocks<B: BlobStore>(server: &Server, from_hub: bool, store: Option<B>) -> Sources<Remote<B>> {
+    let base = match from_hub {
+        true => remote("o/m@v1", Some(&server.address), small_blocks(), store),
+        false => remote(&format!("{}/m/", server.address), None, small_blocks(), store),
+    };
+    Sources { base, adapter: AdapterFrom::Auto }
+}
+
+fn in_folder(server: &Server, from_hub: bool, store: &Scratch) -> Sources<Remote> {
+    in_blocks(server, from_hub, Some(FolderStore::new(&store.0)))
+}
+
+/// Bytes of weights that went out.
+fn weights_sent(server: &Server, files: &Files) -> u64 {
+    let small = |name: &str, bytes: u64| bytes * server.asked_for(name).len() as u64;
+    let listing = listing(files, "c0ffee").to_string().len() as u64;
+    server.sent() - small("config.json", files["config.json"].len()) - small("?blobs=true", listing)
+}
+
+#[test]
+fn a_load_of_a_file_sorted_by_type_that_was_ended_goes_on_where_it_was() {
+    let size = SORTED[WEIGHTS].len();
+    assert!(
+        from_folder(&files_of(&big_shape().sorted_by_type(8), 8), None) != *EXPECTED_SORTED,
+        "control: another seed is another model"
+    );
+    for from_hub in [false, true] {
+        for stop in [1 << 20, 4 << 20, 10 << 20, 18 << 20, 20 << 20, 41 << 19] {
+            let (store, server) = (Scratch::new(), server(&SORTED));
+            let first = stopped_at(in_folder(&server, from_hub, &store), stop);
+            assert!(stop < 4 << 20 || stop > 18 << 20 || !store.raw().is_empty(), "nothing is stored as it came at {stop}");
+            server.forget();
+            let done = load(in_folder(&server, from_hub, &store), None).unwrap();
+            assert_eq!((done.logits, done.warnings), (EXPECTED_SORTED.clone(), vec![]), "stopped at {stop}");
+            let second = weights_sent(&server, &SORTED);
+            assert!((size..size + AGAIN).contains(&(first + second)), "{first} and {second} bytes came of {size}");
+            assert_eq!(store.raw(), Vec::<PathBuf>::new(), "what is made is stored instead");
+            let [manifest] = &store.manifests()[..] else { panic!("one entry") };
+            assert_eq!((&manifest["complete"], &manifest["weights"][WEIGHTS]["verified"]), (&json!(true), &json!(true)));
+            server.stop();
+            assert_eq!(load(in_folder(&server, from_hub, &store), None).unwrap().logits, *EXPECTED_SORTED);
+        }
+        // Ended over and over again.
+        let (store, server) = (Scratch::new(), server(&SORTED));
+        let mut came = 0;
+        for _ in 0..4 {
+            came += stopped_at(in_folder(&server, from_hub, &store), 5 << 20);
+        }
+        server.forget();
+        assert_eq!(load(in_folder(&server, from_hub, &store), None).unwrap().logits, *EXPECTED_SORTED);
+        came += weights_sent(&server, &SORTED);
+        assert!(came < size + 4 * AGAIN, "{came} bytes came of {size}");
+    }
+}
+
+/// A store that takes no block as it came.
+#[derive(Debug, Clone)]
+struct NoShelf(Limited);
+
+impl BlobStore for NoShelf {
+    async fn get(&self, name: &str) -> Option<Vec<u8>> {
+        self.0.get(name).await
+    }
+
+    async fn put(&self, name: &str, bytes: &[u8]) -> Result<(), StoreFailure> {
+        if name.contains("/raw-") { Err(StoreFailure::Full) } else { self.0.put(name, bytes).await }
+    }
+
+    async fn list(&self, prefix: &str) -> Vec<(String, u64)> {
+        self.0.list(prefix).await
+    }
+
+    async fn remove(&self, name: &str) {
+        self.0.remove(name).await;
+    }
+
+    async fn lock(&self, entry: &str) -> Result<bool, StoreFailure> {
+        self.0.lock(entry).await
+    }
+}
+
+#[test]
+fn what_has_no_room_in_memory_travels_once_where_a_store_takes_it() {
+    let size = SORTED[WEIGHTS].len();
+    for from_hub in [false, true] {
+        let server = server(&SORTED);
+        let roomy = Limited::default();
+        roomy.room.set(1 << 30);
+        let done = load(in_blocks(&server, from_hub, Some(roomy.clone())), None).unwrap();
+        assert_eq!((done.logits, done.warnings), (EXPECTED_SORTED.clone(), vec![]));
+        let sent = weights_sent(&server, &SORTED);
+        assert!((size..size + BLOCK).contains(&sent), "{sent} bytes of {size}");
+        assert!(roomy.blobs.borrow().keys().all(|name| !name.contains("/raw-")));
+        // Controls: without a store, and with one that takes only what is made, the most of it comes twice; and an ended load
+        // begins anew.
+        let never: Option<Limited> = None;
+        server.forget();
+        assert_eq!(load(in_blocks(&server, from_hub, never), None).unwrap().logits, *EXPECTED_SORTED);
+        let sent = weights_sent(&server, &SORTED);
+        assert!(sent > size * 4 / 3, "{sent} bytes of {size}");
+        let closed = NoShelf(Limited::default());
+        closed.0.room.set(1 << 30);
+        let first = stopped_at(in_blocks(&server, from_hub, Some(closed.clone())), 16 << 20);
+        server.forget();
+        let done = load(in_blocks(&server, from_hub, Some(closed.clone())), None).unwrap();
+        assert_eq!((done.logits, done.warnings), (EXPECTED_SORTED.clone(), vec![]));
+        let sent = first + weights_sent(&server, &SORTED);
+        assert!(sent > size + first, "{sent} bytes of {size}");
+    }
+}
+
+#[test]
+fn blocks_stored_as_they_came_that_are_torn_or_gone_come_again_and_are_held_to_their_sums() {
+    for from_hub in [false, true] {
+        let server = server(&SORTED);
+        for spoil in 0..6 {
+            let store = Scratch::new();
+            stopped_at(in_folder(&server, from_hub, &store), 12 << 20);
+            let raw = store.raw();
+            assert!(raw.len() > 20, "{raw:?}");
+            for file in &raw[3..6] {
+                let mut bytes = std::fs::read(file).unwrap();
+                match spoil {
+                    0 => bytes.truncate(bytes.len() / 2),
+                    1 => bytes.clear(),
+                    2 => bytes[1000..].fill(0),
+                    3 => bytes[5000] ^= 1,
+                    4 => {}
+                    _ => {
+                        std::fs::remove_file(file).unwrap();
+                        continue;
+                    }
+                }
+                std::fs::write(file, bytes).unwrap();
+            }
+            server.forget();
+            let done = load(in_folder(&server, from_hub, &store), None).unwrap();
+            assert_eq!((done.logits, done.warnings), (EXPECTED_SORTED.clone(), vec![]), "spoilt in way {spoil}");
+            let asked = server.asked_for(WEIGHTS).into_iter().filter(|asked| asked.range.unwrap().1.is_some()).count();
+            // Where nothing is listed the first bytes tell the size.
+            let asked = asked - usize::from(!from_hub);
+            match (from_hub, spoil) {
+                (_, 4) => assert_eq!(asked, 0, "control: nothing was spoilt"),
+                // An address lists no hash, so its stream goes on at the first block that is not there.
+                (false, 5) => assert_eq!(asked, 0),
+                _ => assert_eq!(asked, 3),
+            }
+            assert!(store.raw().is_empty());
+        }
+    }
+    // A hub that answers with something else for such a block, or for what comes after it.
+    for (at, about) in [(None, ""), (Some(2_000_000), "changed on the server"), (Some(20_000_000), "SHA-256")] {
+        let mut damaged = SORTED.clone();
+        if let Some(at) = at {
+            let mut weights = bytes(&SORTED[WEIGHTS]).to_vec();
+            weights[at..at + 4_000].iter_mut().for_each(|byte| *byte ^= 1);
+            damaged.insert(WEIGHTS.into(), Content::Bytes(Arc::new(weights)));
+        }
+        let (good, store) = (server(&SORTED), Scratch::new());
+        let listing = listing(&SORTED, "c0ffee");
+        stopped_at(in_folder(&good, true, &store), 12 << 20);
+        for file in store.raw() {
+            std::fs::remove_file(file).unwrap();
+        }
+        let bad = Server::start(move |request| serve(&damaged, "c0ffee", &listing, request));
+        let base = |server: &Server| {
+            // The same source from another server: the entry's name is made of its address.
+            let mut entries = std::fs::read_dir(&store.0).unwrap().map(|entry| entry.unwrap().path());
+            let old = entries.find(|entry| !entry.ends_with(".locks")).unwrap();
+            let source = format!("{}/o/m", server.address);
+            std::fs::rename(&old, store.0.join(forecall::fetch::store::entry_name(&source, "c0ffee"))).unwrap();
+            in_folder(server, true, &store)
+        };
+        match at {
+            None => assert_eq!(load(base(&bad), None).unwrap().logits, *EXPECTED_SORTED, "control"),
+            Some(_) => {
+                refused(load(base(&bad), None), &[about, WEIGHTS]);
+                assert!(store.files().is_empty(), "{:?}", store.files());
+            }
+        }
+    }
+}
+
+#[test]
+fn blocks_stored_as_they_came_serve_another_form_too() {
+    let size = APART[WEIGHTS].len();
+    let expected = from_folder(&APART, Some(Quantize::Q4));
+    assert_ne!(expected, from_folder(&APART, None), "control: another form is another model");
+    for from_hub in [false, true] {
+        let (store, server) = (Scratch::new(), server(&APART));
+        let first = stopped_at(in_folder(&server, from_hub, &store), 25 << 20);
+        server.forget();
+        let done = load(in_folder(&server, from_hub, &store), Some(Quantize::Q4)).unwrap();
+        assert_eq!((done.logits, done.warnings), (expected.clone(), vec![]));
+        let sent = first + weights_sent(&server, &APART);
+        assert!((size..size + AGAIN).contains(&sent), "{sent} bytes of {size}");
+        assert!(store.raw().is_empty());
+    }
+    // Of a file in its usual order nothing is stored as it came, so another form needs all of it again.
+    let (store, server) = (Scratch::new(), server(&BIG));
+    stopped_at(in_folder(&server, true, &store), 25 << 20);
+    server.forget();
+    assert_eq!(load(in_folder(&server, true, &store), Some(Quantize::Q4)).unwrap().logits, *EXPECTED_Q4);
+    assert!(weights_sent(&server, &BIG) >= data_bytes());
+}
+
+#[test]
+fn a_store_without_room_for_blocks_as_they_came_still_takes_what_is_made() {
+    let server = server(&SORTED);
+    let size = SORTED[WEIGHTS].len();
+    let limited = |room: u64| {
+        let store = Limited::default();
+        store.room.set(room);
+        store
+    };
+    let with = |store: &Limited| {
+        let done = load(in_blocks(&server, true, Some(store.clone())), None).unwrap();
+        assert_eq!(done.logits, *EXPECTED_SORTED);
+        assert!(store.blobs.borrow().keys().all(|name| !name.contains("/raw-")), "{:?}", store.blobs.borrow().keys());
+        done.warnings
+    };
+    // All that is made fits, and little more.
+    let roomy = limited(1 << 30);
+    assert!(with(&roomy).is_empty());
+    let made: u64 = roomy.blobs.borrow().values().map(|blob| blob.len() as u64).sum();
+    for room in [made + 10_000, made + (1 << 20)] {
+        let store = limited(room);
+        assert_eq!(with(&store), Vec::<&str>::new(), "room for {room} of {made} bytes");
+        server.forget();
+        assert!(with(&store).is_empty());
+        assert_eq!(weights_sent(&server, &SORTED), 0);
+        // An ended load goes on behind what did fit.
+        let store = limited(room);
+        let first = stopped_at(in_blocks(&server, true, Some(store.clone())), 20 << 20);
+        server.forget();
+        assert!(with(&store).is_empty());
+        let sent = first + weights_sent(&server, &SORTED);
+        assert!(sent < size + 6 * AGAIN, "{sent} bytes of {size}");
+    }
+    // It does not: the first block that does not is the one warning there is.
+    for room in [made / 2, 3 << 20, 10_000] {
+        let store = limited(room);
+        assert_eq!(with(&store), ["store-quota"], "room for {room} bytes");
+        assert!(store.blobs.borrow().is_empty());
+    }
+}
+
+#[test]
+fn two_at_once_share_what_is_stored_as_it_came() {
+    let (store, server) = (Scratch::new(), server(&SORTED));
+    let mut first = in_folder(&server, true, &store);
+    let once = Cell::new(false);
+    let done = block_on(loaded(&mut first, None, |event| {
+        if let LoadEvent::Progress(progress) = event
+            && progress.phase == Phase::Download
+            && progress.done > 12 << 20
+            && !once.replace(true)
+        {
+            let raw = store.raw();
+            let loaded = load(in_folder(&server, true, &store), None).unwrap();
+            assert_eq!((&loaded.logits, &loaded.warnings), (&*EXPECTED_SORTED, &vec!["store-busy"]));
+            assert_eq!(store.raw(), raw, "the second one writes nothing");
+        }
+        true
+    }));
+    assert_eq!(done.unwrap().logits, *EXPECTED_SORTED);
+    assert!(once.get() && store.raw().is_empty());
+}
+
+/// Not a test of its own: what [`a_program_that_is_killed_leaves_what_it_had`] kills.
+#[test]
+fn loads_in_a_program_that_is_killed() {
+    let (Ok(address), Ok(store)) = (std::env::var("FORECALL_KILLED_ADDRESS"), std::env::var("FORECALL_KILLED_STORE")) else {
+        return;
+    };
+    let base = remote("o/m@v1", Some(&address), small_blocks(), Some(FolderStore::new(store)));
+    load(Sources { base, adapter: AdapterFrom::Auto }, None).unwrap();
+}
+
+#[test]
+fn a_program_that_is_killed_leaves_what_it_had() {
+    let (store, size) = (Scratch::new(), SORTED[WEIGHTS].len());
+    // The weights stop coming half-way, so that the program is there to be killed.
+    let stalls = Arc::new(AtomicBool::new(true));
+    let stalling = Arc::clone(&stalls);
+    let server = faulty(&SORTED, move |request, reply| {
+        let whole = request.path.ends_with(WEIGHTS) && request.range.is_some_and(|(_, to)| to.is_none());
+        if whole && stalling.load(Ordering::SeqCst) { reply.stall(14 << 20) } else { reply }
+    });
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "loads_in_a_program_that_is_killed"])
+        .env("FORECALL_KILLED_ADDRESS", &server.address)
+        .env("FORECALL_KILLED_STORE", &store.0)
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    for _ in 0..1500 {
+        if store.raw().len() as u64 > 20 && store.files().iter().any(|file| name_of(file) == "resume") {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(!store.raw().is_empty());
+    stalls.store(false, Ordering::SeqCst);
+    server.forget();
+    assert_eq!(load(in_folder(&server, true, &store), None).unwrap().logits, *EXPECTED_SORTED);
+    let sent = weights_sent(&server, &SORTED);
+    assert!(sent < size - (3 << 20), "{sent} bytes of {size} came again");
+    assert!(store.raw().is_empty());
+    assert!(store.files().iter().all(|file| !name_of(file).contains(".part")), "{:?}", store.files());
+}
+
+#[test]
+fn what_is_announced_beforehand_is_what_comes() {
+    for (files, stop) in [(&*BIG, 20 << 20), (&*SORTED, 12 << 20), (&*APART, 30 << 20)] {
+        for from_hub in [false, true] {
+            let (store, server) = (Scratch::new(), server(files));
+            let ask = |quantize| {
+                let options = LoadOptions { backend: Backend::Cpu, quantize, context_length: Some(64), ..LoadOptions::default() };
+                let offered = Offered { limits: None, quota_left: None };
+                let mut sources = in_folder(&server, from_hub, &store);
+                block_on(Model::preflight(&mut sources, &options, offered)).unwrap()["download"].clone()
+            };
+            // The last total of the download, and the bytes that it counted.
+            let told = |quantize| {
+                let mut told = (0, 0);
+                let watch = |event: &LoadEvent| {
+                    if let LoadEvent::Progress(progress) = event
+                        && progress.phase == Phase::Download
+                    {
+                        told = (progress.done, progress.total);
+                    }
+                    true
+                };
+                block_on(loaded(&mut in_folder(&server, from_hub, &store), quantize, watch)).unwrap();
+                told
+            };
+            let all = ask(None);
+            assert_eq!(all["bytes"], files[WEIGHTS].len());
+            stopped_at(in_folder(&server, from_hub, &store), stop);
+            let left = ask(None);
+            let bytes = left["bytes"].as_u64().unwrap();
+            assert!(bytes <= files[WEIGHTS].len() - stop + AGAIN.max(9 << 20), "{left}");
+            assert!(left["stored_bytes"].as_u64().unwrap() + bytes + AGAIN + (9 << 20) > files[WEIGHTS].len(), "{left}");
+            assert_eq!(told(None), (bytes, bytes), "from the hub: {from_hub}");
+            assert_eq!((ask(None)["bytes"].clone(), told(None)), (json!(0), (0, 0)));
+            let again = ask(Some(Quantize::Q4))["bytes"].as_u64().unwrap();
+            assert_eq!(told(Some(Quantize::Q4)), (again, again));
+        }
+    }
+}
+
+#[test]
+fn a_busy_hub_is_not_waited_for_where_all_is_stored() {
+    let store = Scratch::new();
+    let busy = Arc::new(AtomicBool::new(false));
+    let seen = Arc::clone(&busy);
+    let server = faulty(&BIG, move |_, reply| if seen.load(Ordering::SeqCst) { Reply::status(503) } else { reply });
+    for sources in [url, hub] {
+        load(sources(&server, Some(&store)), None).unwrap();
+        busy.store(true, Ordering::SeqCst);
+        server.forget();
+        let done = load(sources(&server, Some(&store)), None).unwrap();
+        assert_eq!((done.logits, done.warnings), (EXPECTED.clone(), vec!["store-offline"]));
+        assert_eq!(server.requests().len(), 2, "asked once more");
+        // Control: where nothing is stored it is waited for.
+        server.forget();
+        refused(load(sources(&server, Some(&Scratch::new())), None), &["503"]);
+        assert!(server.requests().len() >= 6, "{}", server.requests().len());
+        busy.store(false, Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn json_files_may_begin_with_a_mark() {
+    let files = golden("tiny-llama-tied");
+    let expected = from_folder(&files, None);
+    let mut marked = files.clone();
+    let mut count = 0;
+    for (name, content) in &mut marked {
+        if name.ends_with(".json") {
+            *content = Content::from([b"\xEF\xBB\xBF", bytes(content)].concat().as_slice());
+            count += 1;
+        }
+    }
+    assert!(count >= 3 && files.contains_key("tokenizer.json"), "{:?}", files.keys());
+    let (store, server) = (Scratch::new(), server(&marked));
+    assert_eq!(from_folder(&marked, None), expected);
+    for sources in [url, hub] {
+        for _ in 0..2 {
+            assert_eq!(load(sources(&server, Some(&store)), None).unwrap().logits, expected);
+        }
+    }
+    // Control: any other bytes there are refused.
+    let content = Content::from([b"\xEF\xBB", bytes(&files["config.json"])].concat().as_slice());
+    marked.insert("config.json".into(), content);
+    let server = self::server(&marked);
+    assert!(load(url(&server, None), None).unwrap_err().to_string().contains("config.json"));
+}
+
+#[test]
+fn what_stands_in_the_place_of_a_blob_or_an_entry_gives_way() {
+    let (store, server) = (Scratch::new(), server(&BIG));
+    load(hub(&server, Some(&store)), None).unwrap();
+    let files = store.files();
+    for file in &files {
+        std::fs::remove_file(file).unwrap();
+        std::fs::create_dir_all(file.join("inside")).unwrap();
+        let done = load(hub(&server, Some(&store)), None).unwrap();
+        assert_eq!((done.logits, done.warnings), (EXPECTED.clone(), vec![]), "{}", file.display());
+        assert!(name_of(file) == "resume" || file.is_file(), "{} was not made again", file.display());
+    }
+    server.forget();
+    load(hub(&server, Some(&store)), None).unwrap();
+    assert!(weights_sent(&server, &BIG) == 0, "all is there again");
+    let entry = files[0].parent().unwrap();
+    std::fs::remove_dir_all(entry).unwrap();
+    std::fs::write(entry, "a file").unwrap();
+    let done = load(hub(&server, Some(&store)), None).unwrap();
+    assert_eq!((done.logits, done.warnings), (EXPECTED.clone(), vec![]));
+    assert!(entry.is_dir() && !store.blocks().is_empty());
 }
 
 #[test]
@@ -858,7 +1311,7 @@ fn three_billion_parameters_fit_the_limits_that_every_device_has() {
     // Head and table, 400 MB each in 8 bits, are bound in parts.
     let largest = all["memory"]["largest_binding"]["bytes"].as_u64().unwrap();
     assert!((64 << 20..=128 << 20).contains(&largest), "{all}");
-    assert_eq!(all["download"]["bytes"], shape.data_bytes(), "all but the header, which is there");
+    assert_eq!(all["download"]["bytes"], size);
     assert!((2_400_000_000..2_700_000_000).contains(&all["memory"]["weights"].as_u64().unwrap()), "{all}");
     assert!(server.sent() < 1 << 20, "{} bytes came", server.sent());
     // Control: a cache that no binding holds.
@@ -967,6 +1420,12 @@ fn the_command_line_loads_from_addresses_and_repositories() {
     refused(run("o/m@v1", &[hub.as_slice(), &["--revision", "v2"]].concat()), "two revisions");
     refused(run("./o/m", &hub), "no such folder");
     refused(run("ftp://x/y", &[]), "ftp");
+    let secret = server.address.replace("://", "://user:secret@");
+    for (success, stdout, stderr) in [run(&format!("{secret}/m"), &key), run("o/m", &["--hub-url", &secret])] {
+        assert!(!stderr.contains("secret"), "{stderr}");
+        refused((success, stdout, stderr), "header");
+    }
+    assert_eq!(tokens(run(&address.replace("http", "HTTP"), &key)), expected);
     refused(run("o/m", &["--header", "nonsense"]), "NAME: VALUE");
     for header in ["Content-Length: 5", "range: bytes=0-1", "Host: x", "a\u{e9}: x", "a: b\r\nc: d"] {
         refused(run("o/m", &["--header", header]), "--header");

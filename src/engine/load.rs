@@ -199,6 +199,8 @@ struct Teller<'a> {
     traffic: Vec<Rc<Traffic>>,
     /// Bytes that were told of.
     told: Cell<u64>,
+    /// Bytes that came before the weights, which are not counted among them.
+    before: Cell<u64>,
 }
 
 impl Teller<'_> {
@@ -215,9 +217,10 @@ impl Teller<'_> {
         if done == self.told.replace(done) {
             return Ok(());
         }
-        // Some bytes may come twice.
         let expected: u64 = self.traffic.iter().map(|traffic| traffic.expected()).sum();
-        let total = if phase == Phase::Config { 0 } else { expected.max(done) };
+        // Some bytes may come twice.
+        let (done, expected) = (done - self.before.get(), expected.max(done) - self.before.get());
+        let total = if phase == Phase::Config { 0 } else { expected };
         let file = self.traffic.iter().map(|traffic| traffic.file()).rfind(|file| !file.is_empty());
         self.tell(LoadEvent::Progress(Progress { phase, file, done, total }))
     }
@@ -247,7 +250,12 @@ impl Model {
         options: &LoadOptions,
         on_event: &mut dyn FnMut(LoadEvent) -> bool,
     ) -> Result<Self> {
-        let teller = Teller { on_event: RefCell::new(on_event), traffic: sources.traffic(), told: Cell::new(0) };
+        let teller = Teller {
+            on_event: RefCell::new(on_event),
+            traffic: sources.traffic(),
+            told: Cell::default(),
+            before: Cell::default(),
+        };
         let tell = |event| teller.tell(event);
         tell(LoadEvent::progress(Phase::Config, 0, 0))?;
         let kept_as = kept_as(options);
@@ -279,6 +287,7 @@ impl Model {
         let mut handed_over =
             |progress: load::WeightsRead| tell(LoadEvent::progress(Phase::Upload, progress.bytes, progress.total));
         let streaming = load::stream_weights(sources, &checkpoint, &mut calls, &mut handed_over);
+        teller.before.set(teller.told.get());
         teller.watching(Phase::Download, streaming).await?;
         warn(sources.warnings())?;
         if let Runs::Gpu(gpu) = &mut calls.on {

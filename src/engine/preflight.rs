@@ -102,7 +102,7 @@ impl Model {
         }
         let files: Vec<(&String, u64)> = surveys.iter().flat_map(|s| &s.files).map(|(file, bytes)| (file, *bytes)).collect();
         let download: u64 = files.iter().map(|(_, bytes)| bytes).sum();
-        let stored = stored_share(&surveys, &checkpoint);
+        let stored = stored_share(&surveys, &checkpoint) + surveys.iter().map(|survey| survey.stored_raw).sum::<u64>();
         // Files that are here already are not stored once more.
         let to_store = if files.is_empty() { 0 } else { checkpoint.packed_bytes().saturating_sub(stored) };
         let reason = refusal.as_ref().map(ToString::to_string);

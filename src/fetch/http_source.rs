@@ -1,12 +1,13 @@
 //! Files over HTTP. Weights, which are large, pass by as one stream per file, from the first byte wanted to the last: blocks
-//! that pass before the loader asks for them are kept, within a bound; what had to be dropped is asked for again by range.
+//! that pass before the loader asks for them are kept, within a bound; what had to be dropped is asked for again by range,
+//! unless the caller writes it down when it is told to, and gives it back.
 //! So every byte travels about once, in the order in which a hash of the whole file can be taken. A connection that breaks
 //! is taken up at its byte. Everything else is small and is fetched whole.
 //!
 //! What is refused, by name: files that are not there, need permission, or come as a web page; sizes and hashes other than
 //! the hub lists; a file that changes while it is read; broken ranges; weights that come compressed.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::rc::Rc;
 use std::time::Duration;
@@ -22,6 +23,8 @@ use crate::weights::source::{ByteSource, Step, Traffic};
 const HEAD_BYTES: u64 = 64 << 10;
 /// Streams open at once; browsers give a server six connections.
 const MAX_STREAMS: usize = 2;
+/// How often a broken connection is taken up in a hurry.
+const HURRIED_RETRIES: u32 = 1;
 /// The longest pause between two tries.
 const LONGEST_PAUSE: Duration = Duration::from_secs(8);
 
@@ -100,23 +103,26 @@ struct Remote<B> {
     at: u64,
     /// The bytes of the block that is passing.
     filling: Vec<u8>,
-    /// Where the stream began, if it was taken up: bytes before never passed.
+    /// The start of the block at which the stream was taken up: bytes before it never passed.
     began: u64,
-    /// The block that holds `began`, while it is kept without what lies before.
-    headless: Option<u64>,
     /// The first bytes, until it is known what will be read.
     head: Vec<u8>,
     /// Whether what came is a web page.
     web_page: bool,
     hash: Option<RunningHash>,
-    /// Places at which the hash's state is saved.
-    marks: BTreeSet<u64>,
-    saved: BTreeMap<u64, String>,
+    /// The hash's state at the starts of blocks.
+    saved: Vec<(u64, String)>,
     blocks: BTreeMap<u64, Vec<u8>>,
     /// Bytes of each block that will still be asked for; `None` while that is not known.
     due: Option<BTreeMap<u64, u64>>,
-    /// Sums of the blocks that were dropped.
+    /// Sums of the blocks that were dropped or written down.
     sums: BTreeMap<u64, u64>,
+    /// Whether the caller writes blocks down: then they stay until their step ends, and none is dropped before.
+    lent: bool,
+    /// Blocks that are written down.
+    written: Vec<u64>,
+    /// Blocks for which there is no room, until the caller takes them.
+    over: Vec<(u64, Vec<u8>)>,
     checked: bool,
 }
 
@@ -145,6 +151,8 @@ struct Net<T> {
     traffic: Rc<Traffic>,
     /// Whether the server has ever answered.
     reached: bool,
+    /// Whether it is not waited for as long as it could be.
+    hurried: bool,
     permission: &'static str,
 }
 
@@ -191,7 +199,8 @@ impl<T: Transport> Net<T> {
     async fn patience(&mut self, failure: HttpFailure, failures: &mut u32) -> Result<()> {
         *failures += 1;
         // A server that never answered is not asked again: most likely there is none, or no network.
-        if *failures > self.options.retries || !self.reached {
+        let retries = if self.hurried { self.options.retries.min(HURRIED_RETRIES) } else { self.options.retries };
+        if *failures > retries || !self.reached {
             return Err(Error::Http(Box::new(failure)));
         }
         let pause = self.options.first_pause.saturating_mul(1 << (*failures - 1).min(16));
@@ -281,9 +290,9 @@ fn version<B>(answer: &Answer<B>) -> Option<String> {
     answer.header("etag").or_else(|| answer.header("last-modified")).map(str::to_owned)
 }
 
-/// A sum of a block, to notice that it came otherwise the second time.
+/// A sum of a block, to notice that it came otherwise the second time, be it on purpose.
 fn sum(bytes: &[u8]) -> u64 {
-    crate::weights::stored_block::checksum(bytes)
+    running_hash::hash(bytes).first_chunk().map_or(0, |first| u64::from_le_bytes(*first))
 }
 
 impl Trouble {
@@ -313,7 +322,7 @@ impl<T: Transport> HttpSource<T> {
             (Locator::Url(_), true) => "It needs permission: pass `headers`.",
             (_, false) => "It needs permission, which the headers that were passed do not give.",
         };
-        let net = Net { transport, options, traffic: Rc::default(), reached: false, permission };
+        let net = Net { transport, options, traffic: Rc::default(), reached: false, hurried: false, permission };
         Self {
             net,
             locator,
@@ -431,34 +440,117 @@ impl<T: Transport> HttpSource<T> {
         }
     }
 
-    /// Has the state of a file's hash saved when `marks` pass.
-    pub async fn save_at(&mut self, file: &str, marks: impl IntoIterator<Item = u64>) -> Result<()> {
-        let remote = self.weights(file).await?;
-        let ahead: Vec<u64> = marks.into_iter().filter(|m| *m >= remote.at && *m <= remote.size).collect();
-        if let (Some(hash), true) = (&remote.hash, ahead.contains(&remote.at)) {
-            remote.saved.insert(remote.at, hash.save());
-        }
-        remote.marks.extend(ahead);
-        Ok(())
+    /// The state of a file's hash at `at`, the start of a block that has passed. States before it are forgotten.
+    pub fn hash_at(&mut self, file: &str, at: u64) -> Option<String> {
+        let remote = self.passing(file)?;
+        remote.saved.retain(|(known, _)| *known >= at);
+        remote.saved.iter().find(|(known, _)| *known == at).map(|(_, state)| state.clone())
     }
 
-    /// The hash's state at a mark that has passed. States before it are forgotten.
-    pub fn saved_at(&mut self, file: &str, mark: u64) -> Option<String> {
-        match self.files.get_mut(file) {
-            Some(Opened::Weights(remote)) => {
-                remote.saved = remote.saved.split_off(&mark);
-                remote.saved.get(&mark).cloned()
+    /// Has the blocks of a file stay until [`HttpSource::let_go`], for a caller that writes some of them down; or not any more.
+    pub fn lend(&mut self, file: &str, lent: bool) {
+        if let Some(remote) = self.passing(file) {
+            remote.lent = lent;
+            if !lent {
+                remote.written.clear();
+                remote.over.clear();
             }
+        }
+    }
+
+    /// Lets the next bytes of a file pass if its block `index` is still to come; `false` if it is not.
+    ///
+    /// # Errors
+    /// [`Error::Fetch`].
+    pub async fn reach(&mut self, file: &str, index: u64) -> Result<bool> {
+        self.make_room_for(file);
+        let (net, kept) = (&mut self.net, &mut self.kept);
+        let Some(Opened::Weights(remote)) = self.files.get_mut(file) else { return Ok(false) };
+        let end = index * net.options.block_bytes + remote.block_bytes(net.options.block_bytes, index);
+        if remote.blocks.contains_key(&index) || remote.at >= end || end <= remote.began {
+            return Ok(false);
+        }
+        let passed = remote.advance(net, kept, Some(index)).await;
+        if let Err(error) = &passed {
+            self.distrusted |= remote.broke_a_promise(error);
+        }
+        passed.map(|()| true)
+    }
+
+    /// A block that is held.
+    #[must_use]
+    pub fn block(&self, file: &str, index: u64) -> Option<&[u8]> {
+        match self.files.get(file) {
+            Some(Opened::Weights(remote)) => remote.blocks.get(&index).map(Vec::as_slice),
             _ => None,
         }
     }
 
-    /// Starts a file's stream at `at` with the hash of what was before it. Before anything of the file was read.
+    /// A block that passed, will be asked for, and cannot be held.
+    pub fn next_over(&mut self, file: &str) -> Option<(u64, Vec<u8>)> {
+        self.passing(file)?.over.pop()
+    }
+
+    /// Says that the caller has a block of a file and will give it back, so it need not be held. Its sum, if it is known.
+    pub fn written(&mut self, file: &str, index: u64) -> Option<u64> {
+        let remote = self.passing(file)?;
+        if let Some(bytes) = remote.blocks.get(&index) {
+            remote.sums.insert(index, sum(bytes));
+        }
+        remote.written.push(index);
+        remote.sums.get(&index).copied()
+    }
+
+    /// Gives back a block.
+    pub fn give(&mut self, file: &str, index: u64, bytes: Vec<u8>) {
+        if let Some(Opened::Weights(remote)) = self.files.get_mut(file)
+            && bytes.len() as u64 == remote.block_bytes(self.net.options.block_bytes, index)
+        {
+            remote.keep(index, bytes, &mut self.kept);
+            remote.make_room(index, &mut self.kept);
+        }
+    }
+
+    /// Lets the blocks go that no later step asks for.
+    pub fn let_go(&mut self) {
+        for opened in self.files.values_mut() {
+            if let Opened::Weights(remote) = opened
+                && let Some(due) = &remote.due
+            {
+                let kept = &mut self.kept;
+                remote.blocks.retain(|index, bytes| {
+                    let stays = due.contains_key(index);
+                    kept.bytes -= if stays { 0 } else { bytes.len() as u64 };
+                    stays
+                });
+            }
+        }
+    }
+
+    /// Bytes of a block.
+    #[must_use]
+    pub fn block_bytes(&self) -> u64 {
+        self.net.options.block_bytes
+    }
+
+    /// Has a server that is busy asked once more and no oftener, for a caller that can do without it; or not any more.
+    pub fn hurry(&mut self, hurried: bool) {
+        self.net.hurried = hurried;
+    }
+
+    fn passing(&mut self, file: &str) -> Option<&mut Remote<T::Body>> {
+        match self.files.get_mut(file) {
+            Some(Opened::Weights(remote)) => Some(remote),
+            _ => None,
+        }
+    }
+
+    /// Starts a file's stream at `at`, the start of a block or the file's end, with the hash of what was before it and the sums
+    /// of blocks there. Before anything of the file was read.
     ///
     /// # Errors
     /// [`Error::Fetch`].
-    pub async fn take_up(&mut self, file: &str, at: u64, hash: Option<RunningHash>) -> Result<()> {
-        let block = self.net.options.block_bytes;
+    pub async fn take_up(&mut self, file: &str, at: u64, hash: Option<RunningHash>, sums: &[(u64, u64)]) -> Result<()> {
         self.weights(file).await?;
         let Some(Opened::Weights(remote)) = self.files.get_mut(file) else { return Ok(()) };
         let at = at.min(remote.size);
@@ -468,9 +560,12 @@ impl<T: Transport> HttpSource<T> {
         }
         remote.stream = None;
         (remote.at, remote.began, remote.skip) = (at, at, 0);
-        remote.filling = vec![0; (at % block) as usize];
-        remote.headless = Some(at / block).filter(|_| at % block > 0);
+        remote.filling.clear();
         remote.hash = hash;
+        // One by one: collecting would bring a sort of its own into the module.
+        for (index, sum) in sums {
+            remote.sums.insert(*index, *sum);
+        }
         remote.drop_blocks(&mut self.kept);
         Ok(())
     }
@@ -481,7 +576,7 @@ impl<T: Transport> HttpSource<T> {
     /// [`Error::Fetch`].
     pub async fn by_range(&mut self, file: &str) -> Result<()> {
         let remote = self.weights(file).await?;
-        (remote.stream, remote.hash, remote.checked, remote.headless) = (None, None, true, None);
+        (remote.stream, remote.hash, remote.checked) = (None, None, true);
         remote.filling.clear();
         (remote.at, remote.began) = (remote.size, 0);
         Ok(())
@@ -621,15 +716,16 @@ impl<T: Transport> HttpSource<T> {
             at: 0,
             filling: Vec::new(),
             began: 0,
-            headless: None,
             head: Vec::new(),
             web_page: false,
             hash: listed.sha256.map(|_| RunningHash::default()),
-            marks: BTreeSet::new(),
-            saved: BTreeMap::new(),
+            saved: Vec::new(),
             blocks: BTreeMap::new(),
             due: None,
             sums: BTreeMap::new(),
+            lent: false,
+            written: Vec::new(),
+            over: Vec::new(),
             checked: false,
         };
         if let Some(size) = listed.size {
@@ -841,33 +937,30 @@ impl<B: Body> Remote<B> {
         while !bytes.is_empty() {
             let index = self.at / block;
             let until = (index * block + self.block_bytes(block, index)).min(self.at + bytes.len() as u64);
-            // Up to the next place whose state is wanted.
-            let until = self.marks.range(self.at + 1..).next().map_or(until, |mark| until.min(*mark));
             let (now, later) = bytes.split_at((until - self.at) as usize);
             bytes = later;
             if let Some(hash) = &mut self.hash {
                 hash.update(now);
-                if self.marks.contains(&until) {
-                    self.saved.insert(until, hash.save());
+                if until % block == 0 {
+                    self.saved.push((until, hash.save()));
                 }
+            }
+            // As a block is kept, it takes no more than its bytes.
+            if self.filling.is_empty() {
+                self.filling.reserve_exact(self.block_bytes(block, index) as usize);
             }
             self.filling.extend_from_slice(now);
             self.at = until;
             if until == index * block + self.block_bytes(block, index) {
                 let whole = std::mem::take(&mut self.filling);
-                self.pass(block, index, whole, kept, wanted)?;
+                self.pass(index, whole, kept, wanted)?;
             }
         }
         Ok(())
     }
 
     /// Keeps a block that passed, if it will be asked for and there is room.
-    fn pass(&mut self, block: u64, index: u64, bytes: Vec<u8>, kept: &mut Kept, wanted: Option<u64>) -> Result<()> {
-        // Of the block in which the stream began only the end passed; it has been fetched whole since.
-        let beheaded = self.began.checked_sub(index * block).is_some_and(|head| head > 0 && head < bytes.len() as u64);
-        if beheaded && self.headless != Some(index) {
-            return Ok(());
-        }
+    fn pass(&mut self, index: u64, bytes: Vec<u8>, kept: &mut Kept, wanted: Option<u64>) -> Result<()> {
         let asked_for = self.due.as_ref().is_none_or(|due| due.contains_key(&index));
         if wanted != Some(index) && !asked_for {
             return Ok(());
@@ -875,13 +968,36 @@ impl<B: Body> Remote<B> {
         if self.sums.get(&index).is_some_and(|known| *known != sum(&bytes)) {
             return Err(self.error("changed on the server while it was read"));
         }
-        // What lies ahead of the others is asked for after them, so it is what is dropped.
-        if wanted == Some(index) || kept.bytes + bytes.len() as u64 <= kept.limit {
-            self.keep(index, bytes, kept);
-        } else if self.headless != Some(index) {
-            self.sums.insert(index, sum(&bytes));
+        let no_room = kept.bytes + bytes.len() as u64 > kept.limit;
+        if no_room && wanted != Some(index) {
+            // What lies ahead of the others is asked for after them, so it is what goes: one that is written down, or this one.
+            if !self.drop_last(kept, wanted, true) {
+                self.sums.insert(index, sum(&bytes));
+                if self.lent && !self.written.contains(&index) {
+                    self.over.push((index, bytes));
+                }
+                return Ok(());
+            }
         }
+        self.keep(index, bytes, kept);
         Ok(())
+    }
+
+    /// Drops the last block that can be had again, but not `wanted`; `false` if there is none. Only what is written down, if
+    /// the caller writes blocks down or `written` asks for it.
+    fn drop_last(&mut self, kept: &mut Kept, wanted: Option<u64>, written: bool) -> bool {
+        let any = !written && !self.lent;
+        let goes = |index: &&u64| Some(**index) != wanted && (any || self.written.contains(index));
+        let last = self.blocks.keys().rev().find(goes).copied();
+        let Some((last, gone)) = last.and_then(|last| self.blocks.remove_entry(&last)) else { return false };
+        kept.bytes -= gone.len() as u64;
+        self.sums.entry(last).or_insert_with(|| sum(&gone));
+        true
+    }
+
+    /// Drops blocks for `wanted`, which was taken in whatever room there was. Those that lie farthest ahead go first.
+    fn make_room(&mut self, wanted: u64, kept: &mut Kept) {
+        while kept.bytes > kept.limit && self.drop_last(kept, Some(wanted), false) {}
     }
 
     fn keep(&mut self, index: u64, bytes: Vec<u8>, kept: &mut Kept) {
@@ -894,6 +1010,7 @@ impl<B: Body> Remote<B> {
     /// Forgets all blocks that are kept.
     fn drop_blocks(&mut self, kept: &mut Kept) {
         kept.bytes -= std::mem::take(&mut self.blocks).values().map(|bytes| bytes.len() as u64).sum::<u64>();
+        self.over.clear();
     }
 
     /// Fetches `range` beside the stream; `opened` is an answer whose body that is. `None` if the server has no ranges: then the
@@ -918,7 +1035,7 @@ impl<B: Body> Remote<B> {
                 Ok(mut answer) if answer.status == 200 => {
                     self.check_or_page(&mut answer, 0).await.map_err(Trouble::into_error)?;
                     self.ranges = Some(false);
-                    (self.at, self.began, self.skip, self.headless) = (0, 0, 0, None);
+                    (self.at, self.began, self.skip) = (0, 0, 0);
                     self.filling.clear();
                     self.hash = self.sha256.filter(|_| !self.checked).map(|_| RunningHash::default());
                     self.stream = Some(answer.body);
@@ -965,8 +1082,8 @@ impl<B: Body> Remote<B> {
         if self.sums.get(&index).is_some_and(|known| *known != sum(&bytes)) {
             return Err(self.error("changed on the server while it was read"));
         }
-        self.headless = self.headless.filter(|headless| *headless != index);
         self.keep(index, bytes, kept);
+        self.make_room(index, kept);
         Ok(())
     }
 
@@ -989,9 +1106,7 @@ impl<B: Body> Remote<B> {
         while at < range.end {
             let index = at / block;
             let end = index * block + self.block_bytes(block, index);
-            if self.headless == Some(index) && at < self.began {
-                self.again(net, kept, block, index).await?;
-            } else if let Some(bytes) = self.blocks.get(&index) {
+            if let Some(bytes) = self.blocks.get(&index) {
                 let until = end.min(range.end);
                 let from = index * block;
                 out.extend_from_slice(bytes.get((at - from) as usize..(until - from) as usize).unwrap_or_default());
@@ -1015,6 +1130,9 @@ impl<B: Body> Remote<B> {
             return;
         }
         due.remove(&index);
+        if self.lent {
+            return;
+        }
         self.sums.remove(&index);
         if let Some(bytes) = self.blocks.remove(&index) {
             kept.bytes -= bytes.len() as u64;

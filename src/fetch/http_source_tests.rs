@@ -331,36 +331,115 @@ fn what_a_hub_lists_is_held_against_what_comes() {
 }
 
 #[test]
-fn a_stream_is_taken_up_with_its_hash_at_any_byte() {
+fn a_stream_is_taken_up_with_its_hash_at_any_block() {
     let right = running_hash::hash(&file());
-    for mark in [1, BLOCK - 1, BLOCK, BLOCK + 1, 30_000, 50_000, 50_001] {
+    for mark in [BLOCK, 5 * BLOCK, 12 * BLOCK] {
         let mut first = from_hub(&hub(right, file().len()));
-        pollster::block_on(first.save_at(NAME, [mark])).unwrap();
+        pollster::block_on(first.size(NAME)).unwrap();
         first.expect(&[(NAME.to_owned(), 0..50_001)]);
         read(&mut first, 0..50_001).unwrap();
-        let state = first.saved_at(NAME, mark).expect("the mark has passed");
+        assert_eq!(first.hash_at(NAME, mark - 1), None, "control: only where a block begins");
+        let mut first = from_hub(&hub(right, file().len()));
+        pollster::block_on(first.size(NAME)).unwrap();
+        first.expect(&[(NAME.to_owned(), 0..50_001)]);
+        read(&mut first, 0..50_001).unwrap();
+        let state = first.hash_at(NAME, mark).expect("the mark has passed");
         for (state, right) in [(state.clone(), true), (RunningHash::default().save(), false)] {
             let server = hub(running_hash::hash(&file()), file().len());
             let mut second = from_hub(&server);
-            pollster::block_on(second.take_up(NAME, mark, RunningHash::restore(&state))).unwrap();
+            pollster::block_on(second.take_up(NAME, mark, RunningHash::restore(&state), &[])).unwrap();
             second.expect(&[(NAME.to_owned(), mark..50_001)]);
             read(&mut second, mark..50_001).unwrap();
-            if mark < 50_001 {
+            {
                 let asked = server.asked.borrow();
                 assert_eq!(asked.last().unwrap().range, Some((mark, None)), "it went on at its byte");
                 assert_eq!(second.traffic().unwrap().bytes() as usize, 50_001 - mark as usize + asked_listing(&asked));
             }
             let finished = pollster::block_on(second.finish(NAME));
             assert_eq!(finished.is_ok(), right, "mark {mark}: {finished:?}");
-            // What lies before is there all the same, by range.
+            // What lies before is there all the same, by range, and is held against its sum.
             if right {
-                let mut third = from_hub(&server);
-                pollster::block_on(third.take_up(NAME, mark, RunningHash::restore(&state))).unwrap();
-                read(&mut third, mark.saturating_sub(10)..(mark + 10).min(50_001)).unwrap();
-                read(&mut third, 0..50_001).unwrap();
+                let own = sum(&file()[..BLOCK as usize]);
+                for (known, right) in [(own, true), (own ^ 1, false)] {
+                    let mut third = from_hub(&server);
+                    let hash = RunningHash::restore(&state);
+                    pollster::block_on(third.take_up(NAME, mark, hash, &[(0, known)])).unwrap();
+                    read(&mut third, mark - 10..(mark + 10).min(50_001)).unwrap_or_else(|error| assert!(!right, "{error}"));
+                    match right {
+                        true => read(&mut third, 0..50_001).unwrap(),
+                        false => drop(refused(read(&mut third, 0..50_001), "changed on the server")),
+                    }
+                }
             }
         }
     }
+}
+
+/// A caller that writes blocks down, as many as it has room for, and gives them back.
+fn lent(kept_bytes: u64, room: usize) -> (u64, usize, u64) {
+    let server = ranged();
+    let mut source = source(&server, HttpOptions { kept_bytes, ..options() });
+    let reads: Vec<_> = [40_000..50_000, 0..40_000].map(|range| (NAME.to_owned(), range)).into();
+    pollster::block_on(source.size(NAME)).unwrap();
+    source.expect(&reads);
+    source.lend(NAME, true);
+    let (mut shelf, mut most) = (BTreeMap::new(), 0);
+    for (_, range) in &reads {
+        let mut at = range.start;
+        while at < range.end {
+            let until = range.end.min((at / BLOCK + 1) * BLOCK);
+            if let Some(bytes) = shelf.remove(&(at / BLOCK)) {
+                source.give(NAME, at / BLOCK, bytes);
+            }
+            while pollster::block_on(source.reach(NAME, at / BLOCK)).unwrap() {
+                while let Some((index, bytes)) = source.next_over(NAME) {
+                    if shelf.len() < room {
+                        assert_eq!(source.written(NAME, index), Some(sum(&bytes)));
+                        shelf.insert(index, bytes);
+                    }
+                }
+                most = most.max(source.kept.bytes);
+            }
+            read(&mut source, at..until).unwrap();
+            at = until;
+        }
+        source.let_go();
+    }
+    assert_eq!(source.kept.bytes, 0);
+    (source.traffic().unwrap().bytes(), server.asked.borrow().len(), most)
+}
+
+#[test]
+fn what_is_written_down_is_not_asked_for_again() {
+    for kept in [0, 3 * BLOCK] {
+        let (bytes, asked, most) = lent(kept, usize::MAX);
+        assert_eq!((bytes, asked), (BLOCK + 50_001, 2), "the head, and one stream");
+        assert!(most <= kept + 4 * BLOCK, "{most} bytes were held");
+        // Control: without room for them they come again.
+        let (bytes, asked, _) = lent(kept, 2);
+        assert!(bytes > 70_000 && asked > 4, "{bytes} bytes by {asked} requests");
+    }
+    // What is written down goes before what is not.
+    let server = ranged();
+    let mut source = source(&server, HttpOptions { kept_bytes: 3 * BLOCK, ..options() });
+    pollster::block_on(source.size(NAME)).unwrap();
+    source.expect(&[(NAME.to_owned(), 0..50_000)]);
+    source.lend(NAME, true);
+    while source.passed(NAME) < 3 * BLOCK {
+        pollster::block_on(source.reach(NAME, 11)).unwrap();
+    }
+    assert!((0..3).all(|index| source.block(NAME, index).is_some()));
+    source.written(NAME, 1);
+    while source.passed(NAME) < 4 * BLOCK {
+        pollster::block_on(source.reach(NAME, 11)).unwrap();
+    }
+    let held = |source: &HttpSource<FakeServer>| (0..5).filter(|i| source.block(NAME, *i).is_some()).collect::<Vec<_>>();
+    assert_eq!((held(&source), source.next_over(NAME)), (vec![0, 2, 3], None));
+    while source.passed(NAME) < 5 * BLOCK {
+        pollster::block_on(source.reach(NAME, 11)).unwrap();
+    }
+    assert_eq!(held(&source), [0, 2, 3]);
+    assert_eq!(source.next_over(NAME).map(|(index, _)| index), Some(4));
 }
 
 /// Bytes of the listing.

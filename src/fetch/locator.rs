@@ -50,7 +50,9 @@ impl Locator {
     pub fn parse(location: &str, revision: Option<&str>, hub: Option<&str>) -> Result<Self> {
         let refuse = |what: String| Err(Error::InvalidOption(what));
         if let Some((scheme, rest)) = location.split_once("://") {
-            if !matches!(scheme, "http" | "https") || rest.is_empty() || location.contains(char::is_whitespace) {
+            let scheme = scheme.to_ascii_lowercase();
+            check_credentials(rest)?;
+            if !matches!(scheme.as_str(), "http" | "https") || rest.is_empty() || location.contains(char::is_whitespace) {
                 return refuse(format!("{location}: not an address of http or https"));
             }
             if location.contains(['?', '#']) {
@@ -62,7 +64,7 @@ impl Locator {
                 ));
             }
             let slash = if location.ends_with('/') { "" } else { "/" };
-            return Ok(Self::Url(format!("{location}{slash}")));
+            return Ok(Self::Url(format!("{scheme}://{rest}{slash}")));
         }
         if !is_repo_id(location) {
             return refuse(format!(
@@ -78,10 +80,13 @@ impl Locator {
             return refuse(format!("\"{revision}\" is not the name of a branch, tag or commit"));
         }
         let endpoint = hub.unwrap_or(HUB_ENDPOINT).trim_end_matches('/');
-        if !endpoint.split_once("://").is_some_and(|(scheme, rest)| matches!(scheme, "http" | "https") && !rest.is_empty()) {
+        let (scheme, rest) = endpoint.split_once("://").unwrap_or_default();
+        let scheme = scheme.to_ascii_lowercase();
+        check_credentials(rest)?;
+        if !matches!(scheme.as_str(), "http" | "https") || rest.is_empty() {
             return refuse(format!("\"{endpoint}\" is not a hub's address; expected one like {HUB_ENDPOINT}"));
         }
-        Ok(Self::Hub { endpoint: endpoint.to_owned(), repo: repo.to_owned(), revision: revision.to_owned() })
+        Ok(Self::Hub { endpoint: format!("{scheme}://{rest}"), repo: repo.to_owned(), revision: revision.to_owned() })
     }
 
     /// The source without its revision, as people write it and the store lists it.
@@ -115,6 +120,18 @@ impl Locator {
             Self::Url(base) => format!("{base}{}", escape(file, true)),
         }
     }
+}
+
+/// Refuses a name and password before the host; the message repeats neither.
+fn check_credentials(rest: &str) -> Result<()> {
+    let (_, host) = match rest.split(['/', '?', '#']).next().unwrap_or_default().rsplit_once('@') {
+        Some(found) => found,
+        None => return Ok(()),
+    };
+    Err(Error::InvalidOption(format!(
+        "the address of {host} has a name or password in it, which would be sent and stored with it; leave them out and pass a header \
+         such as `Authorization` instead"
+    )))
 }
 
 /// Escapes what has a meaning in addresses; slashes too unless they are kept.
@@ -211,6 +228,9 @@ mod tests {
         let url = Locator::parse("https://x.org/m", None, Some("unused")).unwrap();
         assert_eq!(url.file_url("d/e.json", Some("ignored")), "https://x.org/m/d/e.json");
         assert_eq!((url.listing_url(), url.source().as_str()), (None, "https://x.org/m/"));
+        assert_eq!(Locator::parse("HTTPS://x.org/M", None, None).unwrap(), Locator::Url("https://x.org/M/".into()));
+        let hub = Locator::parse("a/b", None, Some("HTTP://127.0.0.1:9")).unwrap();
+        assert_eq!(hub.source(), "http://127.0.0.1:9/a/b");
     }
 
     #[test]
@@ -220,6 +240,14 @@ mod tests {
             assert!(matches!(&error, Error::InvalidOption(text) if text.contains(about)), "{error}");
         };
         refused("nowhere", None, None, "nowhere");
+        for address in ["https://user:secret@x.org/m", "HTTPS://secret@x.org", "http://a@b:secret@x.org/m"] {
+            refused(address, None, None, "header");
+            refused("a/b", None, Some(address), "header");
+            let error = Locator::parse(address, None, None).unwrap_err().to_string();
+            assert!(error.contains("x.org") && !error.contains("secret"), "{error}");
+        }
+        // Control: behind the host it is a name like any other.
+        assert!(Locator::parse("https://x.org/m@v1/", None, None).is_ok());
         refused("ftp://a/b", None, None, "ftp");
         refused("https://", None, None, "https://");
         refused("https://a/b?c", None, None, "query");

@@ -199,6 +199,8 @@ pub struct FolderStore {
     locks: RefCell<Vec<(String, File)>>,
 }
 
+/// What follows a blob's name while it is written.
+const UNFINISHED: &str = ".part";
 /// Where locks are; no entry's name begins with a dot.
 const LOCKS: &str = ".locks";
 
@@ -234,13 +236,22 @@ impl FolderStore {
 
     fn write(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
         let folder = path.parent().ok_or(ErrorKind::InvalidInput)?;
+        // What stands in an entry's or a blob's place and is none gives way.
+        if folder.is_file() {
+            fs::remove_file(folder)?;
+        }
         fs::create_dir_all(folder)?;
         // Whole or not at all: the name comes last.
         let mut unfinished = path.as_os_str().to_owned();
-        unfinished.push(format!(".part{}", std::process::id()));
+        unfinished.push(format!("{UNFINISHED}{}", std::process::id()));
         let unfinished = PathBuf::from(unfinished);
-        let written =
-            File::create(&unfinished).and_then(|mut file| file.write_all(bytes)).and_then(|()| fs::rename(&unfinished, path));
+        let renamed = |()| {
+            if path.is_dir() {
+                fs::remove_dir_all(path)?;
+            }
+            fs::rename(&unfinished, path)
+        };
+        let written = File::create(&unfinished).and_then(|mut file| file.write_all(bytes)).and_then(renamed);
         if written.is_err() {
             // What cannot be removed is not listed.
             let _ = fs::remove_file(&unfinished);
@@ -272,7 +283,7 @@ impl BlobStore for FolderStore {
                 let name = file.file_name().to_string_lossy().into_owned();
                 if let Ok(about) = file.metadata()
                     && about.is_file()
-                    && !name.contains(".part")
+                    && !name.contains(UNFINISHED)
                 {
                     blobs.push((format!("{entry_name}/{name}"), about.len()));
                 }
@@ -284,7 +295,7 @@ impl BlobStore for FolderStore {
     async fn remove(&self, name: &str) {
         let Some(path) = self.path(name) else { return };
         // What cannot be removed stays; it is found again when it is next listed.
-        let _ = if name.ends_with('/') { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+        let _ = if name.ends_with('/') || path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
     }
 
     async fn lock(&self, entry: &str) -> Result<bool, StoreFailure> {
@@ -301,6 +312,12 @@ impl BlobStore for FolderStore {
         match file.try_lock() {
             Ok(()) => {
                 locks.push((entry.to_owned(), file));
+                // Programs that were ended left them; nobody else writes here now.
+                for file in fs::read_dir(self.root.join(entry)).into_iter().flatten().flatten() {
+                    if file.file_name().to_string_lossy().contains(UNFINISHED) {
+                        let _ = fs::remove_file(file.path());
+                    }
+                }
                 Ok(true)
             }
             Err(TryLockError::WouldBlock) => Ok(false),

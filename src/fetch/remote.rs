@@ -10,8 +10,8 @@ use super::http_source::{HttpOptions, HttpSource};
 use super::locator::{Listing, Locator};
 use super::running_hash::RunningHash;
 use super::store::{
-    self, BlobStore, MANIFEST, Manifest, RESUME, ResumePoint, StoreFailure, StoredListing, StoredWeights, VERSION, entry_name,
-    read_manifest, side_name,
+    self, BlobStore, MANIFEST, Manifest, RAW, RESUME, ResumePoint, StoreFailure, StoredListing, StoredWeights, VERSION,
+    entry_name, read_manifest, read_resume, side_name,
 };
 use super::transport::Transport;
 use crate::error::{Error, Result};
@@ -20,6 +20,9 @@ use crate::weights::stored_block::{seal, unseal};
 
 /// Of a file that is verified, so small a part is fetched by range if it is missing; more, and the whole file passes again.
 const SMALL_PART: u64 = 8;
+/// Blocks by which a resume point may lag behind the stream before what holds it back is stored as it came: an eighth of
+/// the file, within these bounds.
+const LAG_BLOCKS: (u64, u64) = (4, 8);
 
 /// What the files are of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,8 +86,10 @@ struct Entry {
     /// Blobs that this loading wrote.
     written: BTreeSet<String>,
     steps: Vec<Kept>,
-    /// Weights files and how they are read.
-    files: BTreeMap<String, Way>,
+    /// Weights files, how they are read and what is stored of them as it came.
+    files: BTreeMap<String, Shelf>,
+    /// Whether blocks are stored as they come: no longer if there was no room for one.
+    shelving: bool,
     /// Weights files that are not those that the entry knew.
     changed: BTreeSet<String>,
     /// Whether something that was made could not be stored.
@@ -96,10 +101,64 @@ struct Entry {
 struct Kept {
     blob: String,
     stored: bool,
-    /// The lowest byte of each file that this step or one after it needs.
-    lowest: BTreeMap<String, u64>,
     /// Files that no later step reads.
     ends: Vec<String>,
+}
+
+/// Blocks of a weights file that steps need. A file in which they lie far apart passes long before the first step ends (one
+/// sorted by type, with all scales behind all weights, does so whole), so these blocks are stored as they came, until the steps
+/// that need them are.
+#[derive(Debug)]
+struct Shelf {
+    way: Way,
+    /// The beginning of its blobs' names; a block's number follows.
+    prefix: String,
+    /// Bytes of the file.
+    size: u64,
+    /// Bytes that steps which are not stored read.
+    missing: u64,
+    /// Blocks that such steps need, in order.
+    blocks: Vec<Needed>,
+}
+
+/// A block that steps need.
+#[derive(Debug)]
+struct Needed {
+    index: u64,
+    /// The last of these steps.
+    last: usize,
+    /// Whether it is stored.
+    raw: bool,
+    /// Whether it holds the resume point back: it is not stored, and not before the stream's beginning.
+    open: bool,
+    /// Its sum, if it is stored or was until there was no room.
+    sum: Option<u64>,
+}
+
+impl Shelf {
+    /// Blocks before byte `at` that are needed and not stored.
+    fn lacks(&self, at: u64, block: u64) -> impl Iterator<Item = &Needed> {
+        self.blocks.iter().filter(move |needed| needed.index < at / block && !needed.raw)
+    }
+
+    /// Bytes of the blocks that `which` takes.
+    fn bytes(&self, block: u64, which: &dyn Fn(&Needed) -> bool) -> u64 {
+        let taken = self.blocks.iter().filter(|needed| which(needed));
+        taken.map(|needed| block.min(self.size.saturating_sub(needed.index * block))).sum()
+    }
+
+    fn get(&mut self, index: u64) -> Option<&mut Needed> {
+        let at = self.blocks.binary_search_by_key(&index, |needed| needed.index).ok()?;
+        self.blocks.get_mut(at)
+    }
+
+    fn name(&self, index: u64) -> String {
+        format!("{}{index}", self.prefix)
+    }
+
+    fn sums(&self) -> Vec<(u64, u64)> {
+        self.blocks.iter().filter_map(|needed| Some((needed.index, needed.sum?))).collect()
+    }
 }
 
 /// How a weights file is read.
@@ -109,7 +168,7 @@ enum Way {
     Parts,
     /// As a stream from its first byte.
     Stream,
-    /// As a stream from a later byte on.
+    /// As a stream from a later block on.
     TakenUp(u64, Option<String>),
 }
 
@@ -149,8 +208,9 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
         };
         let (name, manifest, offline) = match of_commit {
             Some((name, manifest)) => (name, Some(manifest), false),
-            None => match self.revision().await {
-                Ok(Some(revision)) => {
+            None => match self.revision_or_stored(&source, asked.as_deref()).await {
+                None => return self.take_entry().await,
+                Some(Ok(Some(revision))) => {
                     let name = entry_name(&source, &revision);
                     match self.manifest(&name).await {
                         Some(manifest) => (name, Some(manifest), false),
@@ -161,8 +221,8 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
                     }
                 }
                 // What is wrong with the source is told when it is read.
-                Ok(None) => return self.newest_or(&source, asked.as_deref(), None).await,
-                Err(error) => return self.newest_or(&source, asked.as_deref(), Some(error)).await,
+                Some(Ok(None)) => return Ok(()),
+                Some(Err(error)) => return Err(error),
             },
         };
         let Some(manifest) = manifest else { return Ok(()) };
@@ -204,7 +264,7 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
             }
         }
         let resume = store.get(&format!("{prefix}{RESUME}")).await;
-        entry.resume = resume.and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default();
+        entry.resume = resume.and_then(|bytes| read_resume(&bytes)).unwrap_or_default();
         match store.lock(&entry.name).await {
             Ok(true) => entry.writable = true,
             Ok(false) => {
@@ -238,8 +298,30 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
         Ok(Some(format!("{index} {}", store::short_hash(&String::from_utf8_lossy(&bytes)))))
     }
 
-    /// Takes the newest complete entry of the source, if the revision could not be learnt because of `error`.
-    async fn newest_or(&mut self, source: &str, asked: Option<&str>, error: Option<Error>) -> Result<()> {
+    /// [`RemoteSource::revision`]; `None` if it cannot be learnt, and the newest complete entry of the source is taken.
+    /// A source that is busy is waited for only where nothing is stored.
+    async fn revision_or_stored(&mut self, source: &str, asked: Option<&str>) -> Option<Result<Option<String>>> {
+        let mut hurried = true;
+        loop {
+            self.http.hurry(hurried);
+            let revision = self.revision().await;
+            self.http.hurry(false);
+            if let Ok(Some(_)) = revision {
+                return Some(revision);
+            }
+            let busy = matches!(&revision, Err(Error::Http(failure)) if !failure.missing && self.http.reached());
+            match self.newest_or(source, asked, revision.err()).await {
+                Ok(true) => return None,
+                Ok(false) => return Some(Ok(None)),
+                Err(_) if hurried && busy => hurried = false,
+                Err(error) => return Some(Err(error)),
+            }
+        }
+    }
+
+    /// Takes the newest complete entry of the source, if the revision could not be learnt because of `error`; `false` if there is
+    /// none and no error.
+    async fn newest_or(&mut self, source: &str, asked: Option<&str>, error: Option<Error>) -> Result<bool> {
         let lasting = match &error {
             Some(Error::Http(failure)) => {
                 matches!(failure.status, Some(401 | 403 | 404 | 410)) && !(failure.missing && failure.status == Some(200))
@@ -261,14 +343,14 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
                 }
             }
         }
-        let Some((name, manifest)) = newest else { return error.map_or(Ok(()), Err) };
+        let Some((name, manifest)) = newest else { return error.map_or(Ok(false), Err) };
         let why = error.map_or_else(|| "a web page came in its place".to_owned(), |error| error.to_string());
         self.warn(
             "store-offline",
             format!("{} could not be checked for changes, so what is stored of it is taken: {why}", self.location),
         );
         self.entry = Some(Entry::new(name, manifest, true));
-        self.take_entry().await
+        Ok(true)
     }
 
     /// A stored small file or part of a weights file.
@@ -314,26 +396,30 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
     }
 
     async fn put(&mut self, blob: &str, bytes: &[u8]) {
-        let Some(entry) = self.entry.as_mut().filter(|entry| entry.writable) else { return };
-        let Some(store) = &self.store else { return };
-        match store.put(&format!("{}/{blob}", entry.name), bytes).await {
-            Ok(()) => {
+        loop {
+            let Some(entry) = self.entry.as_mut().filter(|entry| entry.writable) else { return };
+            let Some(store) = &self.store else { return };
+            let Err(failure) = store.put(&format!("{}/{blob}", entry.name), bytes).await else {
                 entry.present.insert(blob.to_owned());
                 entry.written.insert(blob.to_owned());
+                return;
+            };
+            // What is made goes before what it is made of.
+            if self.clear_shelves(|_| true).await {
+                continue;
             }
-            Err(failure) => {
-                entry.writable = false;
-                entry.lost = true;
-                // What made the model loadable without a network stays; what this loading added goes.
-                if entry.manifest.complete && entry.known {
-                    for blob in entry.written.iter().filter(|blob| blob.starts_with("block-")) {
-                        store.remove(&format!("{}/{blob}", entry.name)).await;
-                    }
-                } else {
-                    store.remove(&format!("{}/", entry.name)).await;
+            let (Some(entry), Some(store)) = (&mut self.entry, &self.store) else { return };
+            entry.writable = false;
+            entry.lost = true;
+            // What made the model loadable without a network stays; what this loading added goes.
+            if entry.manifest.complete && entry.known {
+                for blob in entry.written.iter().filter(|blob| blob.starts_with("block-")) {
+                    store.remove(&format!("{}/{blob}", entry.name)).await;
                 }
-                self.warn_of(failure);
+            } else {
+                store.remove(&format!("{}/", entry.name)).await;
             }
+            return self.warn_of(failure);
         }
     }
 
@@ -356,6 +442,12 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
         }
     }
 
+    async fn put_resume(&mut self) {
+        let Some(entry) = &self.entry else { return };
+        let text = store::write_resume(&entry.resume);
+        self.put(RESUME, &text).await;
+    }
+
     async fn put_manifest(&mut self) {
         let Some(entry) = &self.entry else { return };
         let text = entry.manifest.to_bytes();
@@ -374,47 +466,232 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
     }
 
     /// What is stored of `steps`, and how each file is to be read.
-    async fn plan(&mut self, steps: &[Step]) -> Result<(Vec<Kept>, BTreeMap<String, Way>)> {
+    async fn plan(&mut self, steps: &[Step]) -> Result<(Vec<Kept>, BTreeMap<String, Shelf>)> {
+        let block = self.http.block_bytes();
         let mut kept = Vec::with_capacity(steps.len());
         for step in steps {
             let blob = self.blob(step);
             let stored = self.entry.as_ref().is_some_and(|entry| entry.present.contains(&blob));
-            kept.push(Kept { blob, stored, lowest: BTreeMap::new(), ends: Vec::new() });
+            kept.push(Kept { blob, stored, ends: Vec::new() });
         }
-        let mut lowest: BTreeMap<String, u64> = BTreeMap::new();
-        let mut missing: BTreeMap<String, u64> = BTreeMap::new();
-        for (kept, step) in kept.iter_mut().zip(steps).rev() {
+        let mut files: BTreeMap<String, Shelf> = BTreeMap::new();
+        let mut needs: BTreeMap<&str, BTreeMap<u64, u64>> = BTreeMap::new();
+        for (last, (kept, step)) in kept.iter_mut().zip(steps).enumerate().rev() {
             for (file, range) in &step.reads {
-                if !lowest.contains_key(file) {
+                if !files.contains_key(file) {
                     let size = self.size(file).await?.unwrap_or_default();
-                    lowest.insert(file.clone(), size);
+                    let version = self.entry.as_ref().and_then(|entry| entry.manifest.weights.get(file)?.version.as_deref());
+                    let what = format!("{file} {size} {} {block}", version.unwrap_or("-"));
+                    let prefix = format!("{RAW}{}-", store::short_hash(&what));
+                    files.insert(file.clone(), Shelf { way: Way::Stream, prefix, size, missing: 0, blocks: Vec::new() });
                     kept.ends.push(file.clone());
                 }
-                if !kept.stored {
-                    *missing.entry(file.clone()).or_default() += range.end - range.start;
-                    lowest.entry(file.clone()).and_modify(|low| *low = range.start.min(*low));
+                if let Some(shelf) = files.get_mut(file).filter(|_| !kept.stored && !range.is_empty()) {
+                    shelf.missing += range.end - range.start;
+                    let need = needs.entry(file).or_default();
+                    for index in range.start / block..=(range.end - 1) / block {
+                        // The last step comes first.
+                        need.entry(index).or_insert(last as u64);
+                    }
                 }
             }
-            kept.lowest.clone_from(&lowest);
         }
-        let mut ways = BTreeMap::new();
-        for (file, low) in &lowest {
-            let missing = missing.get(file).copied().unwrap_or_default();
-            let known = self.entry.as_ref().and_then(|entry| entry.manifest.weights.get(file)).cloned().unwrap_or_default();
-            let listed =
-                self.http.listing().and_then(|listing| listing.files.get(file)).is_some_and(|file| file.sha256.is_some());
-            let resume = self.entry.as_ref().and_then(|entry| entry.resume.get(file)).filter(|point| point.offset <= *low);
-            let way = match (listed, resume) {
+        for (file, shelf) in &mut files {
+            let entry = self.entry.as_ref();
+            for (index, last) in needs.remove(file.as_str()).unwrap_or_default() {
+                let raw = entry.is_some_and(|entry| entry.present.contains(&shelf.name(index)));
+                shelf.blocks.push(Needed { index, last: last as usize, raw, open: false, sum: None });
+            }
+            let missing = shelf.missing;
+            let known = entry.and_then(|entry| entry.manifest.weights.get(file)).cloned().unwrap_or_default();
+            let listed = self.is_listed(file);
+            let low = shelf.lacks(u64::MAX, block).next().map_or(shelf.size, |first| first.index * block);
+            let point = entry.and_then(|entry| entry.resume.get(file)).filter(|point| {
+                point.block == block
+                    && point.offset % block == 0
+                    && point.offset <= shelf.size
+                    && RunningHash::restore(&point.hash).is_some()
+            });
+            let sum = |index: u64| {
+                let sums = point.map_or(&[] as _, |point| point.sums.as_slice());
+                sums.iter().find(|(known, _)| *known == index).map(|(_, sum)| *sum)
+            };
+            // What is needed before it must be stored, or else be fetched again and held against its sum.
+            let sound = point.filter(|point| shelf.lacks(point.offset, block).all(|needed| sum(needed.index).is_some()));
+            shelf.way = match (listed, sound) {
                 _ if missing == 0 && (known.verified || !listed) => Way::Parts,
                 _ if known.verified && missing <= known.size / SMALL_PART => Way::Parts,
-                (true, Some(point)) if !known.verified => Way::TakenUp(point.offset, Some(point.hash.clone())),
+                (true, Some(point)) => {
+                    shelf.blocks.iter_mut().for_each(|needed| needed.sum = sum(needed.index));
+                    Way::TakenUp(point.offset, Some(point.hash.clone()))
+                }
                 // Less than what has passed already is not worth a request.
-                (false, _) if *low > self.http.passed(file) => Way::TakenUp(*low, None),
+                (false, _) if low > self.http.passed(file) => Way::TakenUp(low, None),
                 _ => Way::Stream,
             };
-            ways.insert(file.clone(), way);
+            // What passed before the stream's beginning is in its hash; anything else comes again.
+            let began = if let Way::TakenUp(at, _) = shelf.way { at.div_ceil(block) } else { 0 };
+            for needed in &mut shelf.blocks {
+                needed.open = needed.index >= began;
+                needed.raw &= !needed.open;
+            }
         }
-        Ok((kept, ways))
+        Ok((kept, files))
+    }
+
+    /// Whether a file's hash is known.
+    fn is_listed(&self, file: &str) -> bool {
+        self.http.listing().and_then(|listing| listing.files.get(file)).is_some_and(|file| file.sha256.is_some())
+    }
+
+    /// Bytes of a file that will have to come.
+    fn to_come(&self, file: &str, shelf: &Shelf) -> u64 {
+        let block = self.http.block_bytes();
+        let last = shelf.blocks.last().map_or(0, |last| shelf.size.min((last.index + 1) * block));
+        let end = if self.is_listed(file) { shelf.size } else { last };
+        match &shelf.way {
+            Way::Parts => shelf.bytes(block, &|_| true),
+            Way::Stream => end,
+            Way::TakenUp(from, _) => {
+                end.saturating_sub(*from) + shelf.bytes(block, &|needed| needed.index < from / block && !needed.raw)
+            }
+        }
+    }
+
+    /// Reads bytes of a file that passes by.
+    async fn read_passing(&mut self, file: &str, range: Range<u64>) -> Result<Vec<u8>> {
+        let block = self.http.block_bytes();
+        let mut bytes = Vec::with_capacity((range.end - range.start) as usize);
+        let mut at = range.start;
+        while at < range.end {
+            let index = at / block;
+            let until = range.end.min((index + 1) * block);
+            self.take_down(file, index).await;
+            while self.http.reach(file, index).await? {
+                self.shelve(file).await;
+            }
+            bytes.append(&mut self.http.read(file, at..until).await?);
+            at = until;
+        }
+        Ok(bytes)
+    }
+
+    /// Gives back a block that is stored. One that is not whole is fetched again.
+    async fn take_down(&mut self, file: &str, index: u64) {
+        let (Some(entry), Some(store)) = (&mut self.entry, &self.store) else { return };
+        let Some(shelf) = entry.files.get_mut(file) else { return };
+        let name = shelf.name(index);
+        if let Some(needed) = shelf.get(index).filter(|needed| needed.raw)
+            && self.http.block(file, index).is_none()
+        {
+            let blob = store.get(&format!("{}/{name}", entry.name)).await;
+            match blob.as_deref().and_then(unseal) {
+                Some(bytes) => self.http.give(file, index, bytes.to_vec()),
+                None => needed.raw = false,
+            }
+        }
+    }
+
+    /// Stores blocks for which there is no room, and those that hold a file's resume point back; then the point.
+    async fn shelve(&mut self, file: &str) {
+        while let Some((index, bytes)) = self.http.next_over(file) {
+            self.put_raw(file, index, &seal(&bytes)).await;
+        }
+        while let Some(index) = self.held_back_by(file) {
+            let Some(blob) = self.http.block(file, index).map(seal) else { break };
+            if !self.put_raw(file, index, &blob).await {
+                break;
+            }
+        }
+        if self.move_resume_points()
+            && let (Some(entry), Some(store)) = (self.entry.as_ref().filter(|entry| entry.writable), &self.store)
+        {
+            // For want of room nothing is lost but the way that has been made since the last one.
+            let _ = store.put(&format!("{}/{RESUME}", entry.name), &store::write_resume(&entry.resume)).await;
+        }
+    }
+
+    /// The block that holds a file's resume point back by more than it should.
+    fn held_back_by(&self, file: &str) -> Option<u64> {
+        let shelf = self.entry.as_ref().filter(|entry| entry.writable && entry.shelving)?.files.get(file)?;
+        let first = shelf.blocks.iter().find(|needed| needed.open)?.index;
+        let block = self.http.block_bytes();
+        let (least, most) = LAG_BLOCKS;
+        let lag = (shelf.size / 8 / block).clamp(least, most);
+        ((first + 1 + lag) * block <= self.http.passed(file)).then_some(first)
+    }
+
+    /// Stores a block as it came; the first for which there is no room is the last one tried.
+    async fn put_raw(&mut self, file: &str, index: u64, blob: &[u8]) -> bool {
+        let (Some(entry), Some(store)) = (&mut self.entry, &self.store) else { return false };
+        let Some(shelf) = entry.files.get_mut(file).filter(|_| entry.shelving && entry.writable) else { return false };
+        let name = shelf.name(index);
+        if store.put(&format!("{}/{name}", entry.name), blob).await.is_err() {
+            self.stop_shelving();
+            return false;
+        }
+        entry.present.insert(name);
+        if let Some(needed) = shelf.get(index) {
+            (needed.raw, needed.open, needed.sum) = (true, false, self.http.written(file, index));
+        }
+        true
+    }
+
+    fn stop_shelving(&mut self) {
+        if let Some(entry) = &mut self.entry {
+            entry.shelving = false;
+            entry.files.keys().for_each(|file| self.http.lend(file, false));
+        }
+    }
+
+    /// Removes the blocks that are stored as they came and that `which` takes. Whether there were any.
+    async fn clear_shelves(&mut self, which: impl Fn(&str) -> bool) -> bool {
+        let (Some(entry), Some(store)) = (self.entry.as_mut().filter(|entry| entry.writable), &self.store) else { return false };
+        let gone: Vec<_> = entry.present.iter().filter(|blob| blob.starts_with(RAW) && which(blob)).cloned().collect();
+        for blob in &gone {
+            store.remove(&format!("{}/{blob}", entry.name)).await;
+            entry.present.remove(blob);
+        }
+        let mut were = false;
+        for needed in entry.files.values_mut().flat_map(|shelf| &mut shelf.blocks) {
+            were |= std::mem::take(&mut needed.raw);
+        }
+        if were {
+            self.stop_shelving();
+        }
+        !gone.is_empty()
+    }
+
+    /// Moves the resume points to where all that is needed before them is stored. Whether any moved.
+    fn move_resume_points(&mut self) -> bool {
+        let block = self.http.block_bytes();
+        let Some(entry) = &mut self.entry else { return false };
+        let mut moved = false;
+        for (file, shelf) in entry.files.iter().filter(|(_, shelf)| shelf.way != Way::Parts) {
+            let passed = self.http.passed(file) / block;
+            let first = shelf.blocks.iter().find(|needed| needed.open);
+            let offset = first.map_or(passed, |first| passed.min(first.index)) * block;
+            if entry.resume.get(file).is_none_or(|point| point.offset < offset)
+                && let Some(hash) = self.http.hash_at(file, offset)
+            {
+                entry.resume.insert(file.clone(), ResumePoint { offset, block, hash, sums: shelf.sums() });
+                moved = true;
+            }
+        }
+        moved
+    }
+
+    /// Removes what is stored of a step's files as it came and no later step needs.
+    async fn unshelve(&mut self, step: usize) {
+        let (Some(entry), Some(store)) = (self.entry.as_mut().filter(|entry| entry.writable), &self.store) else { return };
+        for shelf in entry.files.values_mut() {
+            for needed in shelf.blocks.iter().filter(|needed| needed.raw && needed.last == step) {
+                let blob = shelf.name(needed.index);
+                store.remove(&format!("{}/{blob}", entry.name)).await;
+                entry.present.remove(&blob);
+            }
+            shelf.blocks.retain(|needed| needed.last != step);
+        }
     }
 
     /// Ends files whose last step has ended.
@@ -449,6 +726,7 @@ impl Entry {
             written: BTreeSet::new(),
             steps: Vec::new(),
             files: BTreeMap::new(),
+            shelving: true,
             changed: BTreeSet::new(),
             lost: false,
         }
@@ -515,11 +793,15 @@ impl<T: Transport, B: BlobStore> ByteSource for RemoteSource<T, B> {
             return Ok(bytes);
         }
         // A blob was not whole: only what is in it is fetched again.
-        let in_parts = self.entry.as_ref().is_some_and(|entry| begun && entry.files.get(file) == Some(&Way::Parts));
-        if in_parts {
+        let way = self.entry.as_ref().filter(|_| begun).and_then(|entry| entry.files.get(file)).map(|shelf| &shelf.way);
+        let passes = matches!(way, Some(Way::Stream | Way::TakenUp(..)));
+        if way == Some(&Way::Parts) {
             self.http.by_range(file).await?;
         }
-        let bytes = self.http.read(file, range.clone()).await;
+        let bytes = match passes && size.is_some_and(|size| range.end <= size) {
+            true => self.read_passing(file, range.clone()).await,
+            false => self.http.read(file, range.clone()).await,
+        };
         let bytes = self.checked(bytes).await?;
         if whole || part.is_some() {
             self.remember_side(file, part, &bytes);
@@ -537,20 +819,11 @@ impl<T: Transport, B: BlobStore> ByteSource for RemoteSource<T, B> {
 
     async fn survey(&mut self, steps: &[Step]) -> Result<Survey> {
         self.find_entry().await?;
-        let (kept, ways) = self.plan(steps).await?;
-        let mut survey = Survey { files: Vec::new(), stored_steps: kept.iter().map(|kept| kept.stored).collect() };
-        for (file, way) in ways {
-            let size = self.size(&file).await?.unwrap_or_default();
-            let reads = steps.iter().zip(&kept).filter(|(_, kept)| !kept.stored).flat_map(|(step, _)| &step.reads);
-            let of_file: Vec<_> = reads.filter(|(name, _)| *name == file).map(|(_, range)| range.clone()).collect();
-            let listed = self.http.listing().and_then(|listing| listing.files.get(&file)).is_some_and(|f| f.sha256.is_some());
-            let end = if listed { size } else { of_file.iter().map(|range| range.end).max().unwrap_or_default() };
-            let bytes = match way {
-                Way::Parts => of_file.iter().map(|range| range.end - range.start).sum(),
-                Way::Stream => end,
-                Way::TakenUp(from, _) => end.saturating_sub(from),
-            };
-            survey.files.push((file, bytes));
+        let (kept, files) = self.plan(steps).await?;
+        let mut survey = Survey { stored_steps: kept.iter().map(|kept| kept.stored).collect(), ..Survey::default() };
+        for (file, shelf) in &files {
+            survey.files.push((file.clone(), self.to_come(file, shelf)));
+            survey.stored_raw += shelf.bytes(self.http.block_bytes(), &|needed| needed.raw);
         }
         Ok(survey)
     }
@@ -558,38 +831,36 @@ impl<T: Transport, B: BlobStore> ByteSource for RemoteSource<T, B> {
     async fn begin(&mut self, steps: &[Step]) -> Result<()> {
         self.find_entry().await?;
         let Some(_) = &self.entry else { return self.http.begin(steps).await };
-        let (kept, ways) = self.plan(steps).await?;
-        for (file, way) in &ways {
-            match way {
+        let (kept, files) = self.plan(steps).await?;
+        let writable = self.entry.as_ref().is_some_and(|entry| entry.writable);
+        for (file, shelf) in &files {
+            match &shelf.way {
                 Way::Parts if self.offline() => {}
                 // Nothing of it may be needed at all: then it is not even opened.
                 Way::Parts => {
-                    let needed =
-                        steps.iter().zip(&kept).any(|(step, kept)| !kept.stored && step.reads.iter().any(|(f, _)| f == file));
-                    if needed || self.http.is_open(file) {
+                    if !shelf.blocks.is_empty() || self.http.is_open(file) {
                         self.http.by_range(file).await?;
                     }
                 }
-                Way::Stream => self.http.take_up(file, 0, Some(RunningHash::default())).await?,
-                Way::TakenUp(at, hash) => match hash.as_deref().map(RunningHash::restore) {
-                    Some(None) => self.http.take_up(file, 0, Some(RunningHash::default())).await?,
-                    Some(hash) => self.http.take_up(file, *at, hash).await?,
-                    None => self.http.take_up(file, *at, None).await?,
-                },
+                Way::Stream => self.http.take_up(file, 0, Some(RunningHash::default()), &[]).await?,
+                Way::TakenUp(at, hash) => {
+                    let hash = hash.as_deref().and_then(RunningHash::restore);
+                    self.http.take_up(file, *at, hash, &shelf.sums()).await?;
+                }
             }
-            if *way != Way::Parts {
-                let marks: BTreeSet<u64> = kept.iter().filter_map(|kept| kept.lowest.get(file).copied()).collect();
-                self.http.save_at(file, marks).await?;
+            if shelf.way != Way::Parts {
+                self.http.lend(file, writable);
+                for needed in shelf.blocks.iter().filter(|needed| needed.raw) {
+                    self.http.written(file, needed.index);
+                }
             }
         }
         let missing: Vec<_> =
             steps.iter().zip(&kept).filter(|(_, kept)| !kept.stored).flat_map(|(step, _)| step.reads.iter().cloned()).collect();
         self.http.expect(&missing);
-        let remaining: u64 = ways.iter().filter(|(_, way)| **way != Way::Parts).map(|(file, _)| self.http.remaining(file)).sum();
-        let parts: u64 =
-            missing.iter().filter(|(file, _)| ways.get(file) == Some(&Way::Parts)).map(|(_, r)| r.end - r.start).sum();
+        let to_come: u64 = files.iter().map(|(file, shelf)| self.to_come(file, shelf)).sum();
         if let Some(traffic) = self.http.traffic() {
-            traffic.expect(traffic.bytes() + remaining + parts);
+            traffic.expect(traffic.bytes() + to_come);
         }
         if kept.iter().any(|kept| !kept.stored)
             && let Some(failure) = self.entry.as_mut().and_then(|entry| entry.closed.take())
@@ -597,8 +868,15 @@ impl<T: Transport, B: BlobStore> ByteSource for RemoteSource<T, B> {
             self.warn_of(failure);
         }
         let mut sides = BTreeMap::new();
+        let raw = |shelf: &Shelf| -> Vec<String> {
+            shelf.blocks.iter().filter(|needed| needed.raw).map(|needed| shelf.name(needed.index)).collect()
+        };
+        let needed: Vec<String> = files.values().flat_map(raw).collect();
+        self.clear_shelves(|blob| !needed.iter().any(|needed| needed == blob)).await;
         if let Some(entry) = &mut self.entry {
-            (entry.steps, entry.files) = (kept, ways);
+            // What a stream from the start lays down takes the place of what is laid down.
+            entry.resume.retain(|file, _| files.get(file).is_none_or(|shelf| shelf.way != Way::Stream));
+            (entry.steps, entry.files) = (kept, files);
             sides = std::mem::take(&mut entry.sides);
             entry.manifest.used = now();
         }
@@ -628,8 +906,8 @@ impl<T: Transport, B: BlobStore> ByteSource for RemoteSource<T, B> {
         let Some(entry) = &self.entry else { return self.http.end_step(step, made).await };
         let Some(kept) = entry.steps.get(step) else { return Ok(()) };
         let (blob, ends, stored) = (kept.blob.clone(), kept.ends.clone(), kept.stored);
-        let next = entry.steps.get(step + 1).map(|kept| kept.lowest.clone()).unwrap_or_default();
-        let ways = entry.files.clone();
+        let passes = |file: &String| entry.files.get(file).is_some_and(|shelf| shelf.way != Way::Parts);
+        let ended: Vec<_> = ends.into_iter().filter(passes).collect();
         let was_made = made.is_some();
         match made {
             Some(made) => self.put(&blob, &made).await,
@@ -640,31 +918,24 @@ impl<T: Transport, B: BlobStore> ByteSource for RemoteSource<T, B> {
             }
             None => {}
         }
+        self.http.let_go();
         // After the block, so that what a resume point builds on is there.
-        let mut moved = false;
-        for (file, low) in next {
-            if ways.get(&file).is_some_and(|way| *way != Way::Parts)
-                && let Some(hash) = self.http.saved_at(&file, low)
-                && let Some(entry) = &mut self.entry
-            {
-                let point = ResumePoint { offset: low, hash };
-                moved |= entry.resume.get(&file) != Some(&point);
-                entry.resume.insert(file, point);
-            }
+        if was_made || stored {
+            self.unshelve(step).await;
         }
-        let ended: Vec<_> = ends.into_iter().filter(|file| ways.get(file).is_some_and(|way| *way != Way::Parts)).collect();
-        if moved && was_made {
-            let text = self.entry.as_ref().map(|entry| serde_json::to_vec(&entry.resume).unwrap_or_default());
-            self.put(RESUME, &text.unwrap_or_default()).await;
+        if self.move_resume_points() && was_made {
+            self.put_resume().await;
         }
         if !ended.is_empty() {
             self.finish(&ended).await?;
+            self.put_resume().await;
             self.put_manifest().await;
         }
         Ok(())
     }
 
     async fn end(&mut self) -> Result<()> {
+        self.clear_shelves(|_| true).await;
         let Some(entry) = &mut self.entry else { return Ok(()) };
         if !entry.writable || entry.lost {
             return Ok(());

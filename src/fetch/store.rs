@@ -3,12 +3,13 @@
 //! | blob | what |
 //! | --- | --- |
 //! | `manifest.json` | [`Manifest`]: whose entry it is, and how far it is complete |
-//! | `resume.json` | per weights file, where its download goes on, and the state of its hash there |
+//! | `resume` | [`ResumePoint`] per weights file: where its download goes on; sealed |
 //! | `side-HASH` | a small file, or the part of a weights file that its header is in, as it came |
+//! | `raw-HASH-NUMBER` | a block of a weights file as it came, sealed, until what is made of it is stored |
 //! | `block-HASH` | what a step of loading made: packed rows ([`crate::weights::stored_block`]) |
 //!
 //! Blobs are written once and whole; those that are not whole all the same are seen by their own head and made again.
-//! `resume.json` is written after the blocks that it builds on, so a program may end anywhere.
+//! `resume` is written after the blobs that it builds on, so a program may end anywhere.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,14 +17,16 @@ use serde::{Deserialize, Serialize};
 
 use super::locator::{Listed, Listing};
 use super::running_hash::{hash, hex, unhex};
-use crate::weights::stored_block::checksum;
+use crate::weights::stored_block::{checksum, seal, unseal};
 
 /// The version of entries' layout; others are not read.
 pub const VERSION: u32 = 1;
 /// The blob that says whose an entry is.
 pub const MANIFEST: &str = "manifest.json";
 /// The blob that says where downloads go on.
-pub const RESUME: &str = "resume.json";
+pub const RESUME: &str = "resume";
+/// How the names of blobs begin that hold blocks as they came.
+pub const RAW: &str = "raw-";
 
 /// Why something could not be stored.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -148,12 +151,16 @@ pub struct StoredWeights {
 }
 
 /// Where the download of a weights file goes on.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ResumePoint {
-    /// The first byte that is needed.
+    /// A start of a block. What is needed of the file before it is in blobs, or was.
     pub offset: u64,
+    /// Bytes of a block.
+    pub block: u64,
     /// The state of the hash of what was before it.
     pub hash: String,
+    /// Numbers and sums of blocks before it, to hold a block against that has to come again.
+    pub sums: Vec<(u64, u64)>,
 }
 
 impl From<&Listing> for StoredListing {
@@ -197,4 +204,68 @@ pub fn side_name(file: &str, part: Option<&std::ops::Range<u64>>) -> String {
 pub fn read_manifest(bytes: &[u8]) -> Option<Manifest> {
     let manifest = serde_json::from_slice::<Manifest>(bytes).ok()?;
     (manifest.version == VERSION && manifest.sum == manifest.own_sum()).then_some(manifest)
+}
+
+/// Resume points by file, as [`read_resume`] reads them: a line for each, `offset block hash`, then ` number:sum` as often as there
+/// are sums, a tab, and the file.
+#[must_use]
+pub fn write_resume(points: &BTreeMap<String, ResumePoint>) -> Vec<u8> {
+    let mut text = String::new();
+    // A name that would break a line is that of no file anyone has; its download begins anew.
+    for (file, point) in points.iter().filter(|(file, _)| !file.contains('\n')) {
+        text += &format!("{} {} {}", point.offset, point.block, point.hash);
+        for (index, sum) in &point.sums {
+            text += &format!(" {index}:{sum}");
+        }
+        text += &format!("\t{file}\n");
+    }
+    seal(text.as_bytes())
+}
+
+/// The resume points in `bytes` by file, if they are whole.
+#[must_use]
+pub fn read_resume(bytes: &[u8]) -> Option<BTreeMap<String, ResumePoint>> {
+    let mut points = BTreeMap::new();
+    for line in std::str::from_utf8(unseal(bytes)?).ok()?.split_terminator('\n') {
+        let (point, file) = line.split_once('\t')?;
+        let mut words = point.split(' ');
+        let offset = words.next()?.parse().ok()?;
+        let block = words.next()?.parse().ok()?;
+        let hash = words.next()?.to_owned();
+        let mut sums = Vec::new();
+        for word in words {
+            let (index, sum) = word.split_once(':')?;
+            sums.push((index.parse().ok()?, sum.parse().ok()?));
+        }
+        points.insert(file.to_owned(), ResumePoint { offset, block, hash, sums });
+    }
+    Some(points)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn resume_points_are_read_as_they_were_written() {
+        let point = |offset, sums: &[(u64, u64)]| ResumePoint { offset, block: 4, hash: "00ff".into(), sums: sums.to_vec() };
+        let points: BTreeMap<_, _> =
+            [("a.safetensors".to_owned(), point(8, &[])), ("b \t c".to_owned(), point(u64::MAX, &[(0, u64::MAX), (7, 0)]))]
+                .into();
+        let bytes = write_resume(&points);
+        assert_eq!(read_resume(&bytes), Some(points.clone()));
+        assert_eq!(read_resume(&write_resume(&BTreeMap::new())), Some(BTreeMap::new()));
+        let broken = [("a\nb".to_owned(), point(8, &[]))].into();
+        assert_eq!(read_resume(&write_resume(&broken)), Some(BTreeMap::new()));
+        for at in 0..bytes.len() {
+            let mut damaged = bytes.clone();
+            damaged[at] ^= 1;
+            assert_eq!((read_resume(&damaged), read_resume(&bytes[..at])), (None, None), "byte {at}");
+        }
+        for bad in
+            ["8 4\ta", "8 4 00", "x 4 00\ta", "8 4 00 1\ta", "8 4 00 1:\ta", "8 4 00 -1:2\ta", "99999999999999999999 4 00\ta"]
+        {
+            assert_eq!(read_resume(&seal(bad.as_bytes())), None, "{bad}");
+        }
+    }
 }

@@ -103,6 +103,8 @@ pub struct Survey {
     pub files: Vec<(String, u64)>,
     /// Steps whose outcome is stored.
     pub stored_steps: Vec<bool>,
+    /// Bytes that are stored as they came.
+    pub stored_raw: u64,
 }
 
 /// Something that went wrong without stopping the loading.
@@ -248,7 +250,12 @@ pub async fn read_small<S: ByteSource>(source: &mut S, file: &str, limit: u64) -
     if size > limit {
         return Err(Error::Fetch(format!("{file}: {size} bytes; expected at most {limit} for a file of this kind")));
     }
-    read_exactly(source, file, 0..size).await.map(Some)
+    let mut bytes = read_exactly(source, file, 0..size).await?;
+    // Some editors put a byte-order mark before UTF-8 text, which JSON does not know. A template is taken as it is.
+    if file.ends_with(".json") && bytes.starts_with(b"\xEF\xBB\xBF") {
+        bytes.drain(..3);
+    }
+    Ok(Some(bytes))
 }
 
 /// A folder on disk.

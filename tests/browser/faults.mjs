@@ -168,9 +168,10 @@ function drained(response) {
 
 /**
  * A Llama of the given shape in bf16, as files that are made up as they are read: every matrix is the same stretch of random
- * numbers over and over.
+ * numbers over and over. `sorted`: in 8-bit groups of 64, in the order in which safetensors writes them, by type, so that all
+ * scales lie behind all weights.
  */
-export function madeUpCheckpoint({ hidden, ffn, heads, kvHeads, layers, vocab }) {
+export function madeUpCheckpoint({ hidden, ffn, heads, kvHeads, layers, vocab, sorted = false }) {
   const headDim = hidden / heads;
   const tensors = [['model.embed_tokens.weight', [vocab, hidden]]];
   for (let i = 0; i < layers; i++) {
@@ -179,6 +180,11 @@ export function madeUpCheckpoint({ hidden, ffn, heads, kvHeads, layers, vocab })
     tensors.push([name('self_attn.q_proj'), [hidden, hidden]], [name('self_attn.k_proj'), kv], [name('self_attn.v_proj'), kv], [name('self_attn.o_proj'), [hidden, hidden]]);
     tensors.push([name('mlp.gate_proj'), [ffn, hidden]], [name('mlp.up_proj'), [ffn, hidden]], [name('mlp.down_proj'), [hidden, ffn]]);
   }
+  if (sorted) {
+    const scales = tensors.flatMap(([name, [rows, inputs]]) => ['scales', 'biases'].map((what) => [name.replace(/weight$/, what), [rows, inputs / 64]]));
+    for (const tensor of tensors) [tensor[1], tensor[2]] = [[tensor[1][0], tensor[1][1] / 4], 'U32'];
+    tensors.push(...scales);
+  }
   const matrices = tensors.length;
   for (let i = 0; i < layers; i++) for (const norm of ['input_layernorm', 'post_attention_layernorm']) tensors.push([`model.layers.${i}.${norm}.weight`, [hidden]]);
   tensors.push(['model.norm.weight', [hidden]]);
@@ -186,10 +192,10 @@ export function madeUpCheckpoint({ hidden, ffn, heads, kvHeads, layers, vocab })
   const header = {};
   let at = 0;
   let firstNorm = 0;
-  tensors.forEach(([name, shape], i) => {
+  tensors.forEach(([name, shape, dtype = 'BF16'], i) => {
     if (i === matrices) firstNorm = at;
-    const bytes = 2 * shape.reduce((a, b) => a * b);
-    header[name] = { dtype: 'BF16', shape, data_offsets: [at, at + bytes] };
+    const bytes = (dtype === 'U32' ? 4 : 2) * shape.reduce((a, b) => a * b);
+    header[name] = { dtype, shape, data_offsets: [at, at + bytes] };
     at += bytes;
   });
   let text = JSON.stringify(header);
@@ -222,6 +228,7 @@ export function madeUpCheckpoint({ hidden, ffn, heads, kvHeads, layers, vocab })
   const config = {
     architectures: ['LlamaForCausalLM'], model_type: 'llama', hidden_act: 'silu', attention_bias: false, mlp_bias: false, rms_norm_eps: 1e-5, vocab_size: vocab, hidden_size: hidden, intermediate_size: ffn,
     num_hidden_layers: layers, num_attention_heads: heads, num_key_value_heads: kvHeads, head_dim: headDim, tie_word_embeddings: true, max_position_embeddings: 512, rope_theta: 10000, bos_token_id: 1, eos_token_id: 2, torch_dtype: 'bfloat16',
+    ...(sorted && { quantization: { group_size: 64, bits: 8 } }),
   };
   return { 'config.json': held(Buffer.from(JSON.stringify(config))), 'model.safetensors': { size, read } };
 }

@@ -134,6 +134,7 @@ pub struct Server {
     pub address: String,
     log: Arc<Mutex<Vec<Request>>>,
     sent: Arc<AtomicU64>,
+    busy: Arc<AtomicU64>,
     stopped: Arc<AtomicBool>,
 }
 
@@ -141,25 +142,26 @@ impl Server {
     pub fn start(handler: impl Fn(&Request) -> Reply + Send + Sync + 'static) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = format!("http://{}", listener.local_addr().expect("an address"));
-        let (log, sent, stopped) =
-            (Arc::<Mutex<Vec<Request>>>::default(), Arc::<AtomicU64>::default(), Arc::<AtomicBool>::default());
+        let log = Arc::<Mutex<Vec<Request>>>::default();
+        let (sent, busy, stopped) = (Arc::<AtomicU64>::default(), Arc::<AtomicU64>::default(), Arc::<AtomicBool>::default());
         let handler: Arc<Handler> = Arc::new(handler);
         {
-            let (log, sent, stopped) = (Arc::clone(&log), Arc::clone(&sent), Arc::clone(&stopped));
+            let (log, sent, busy, stopped) = (Arc::clone(&log), Arc::clone(&sent), Arc::clone(&busy), Arc::clone(&stopped));
             std::thread::spawn(move || {
                 for stream in listener.incoming().flatten() {
                     if stopped.load(Ordering::SeqCst) {
                         return;
                     }
-                    let (log, sent, handler) = (Arc::clone(&log), Arc::clone(&sent), Arc::clone(&handler));
+                    let (log, sent, busy, handler) =
+                        (Arc::clone(&log), Arc::clone(&sent), Arc::clone(&busy), Arc::clone(&handler));
                     std::thread::spawn(move || {
                         // A client that goes away is no failure of the server.
-                        let _ = answer(stream, &log, &sent, handler.as_ref());
+                        let _ = answer(stream, &log, &sent, &busy, handler.as_ref());
                     });
                 }
             });
         }
-        Self { address, log, sent, stopped }
+        Self { address, log, sent, busy, stopped }
     }
 
     /// Requests so far.
@@ -172,8 +174,14 @@ impl Server {
         self.requests().into_iter().filter(|request| request.path.ends_with(name)).collect()
     }
 
-    /// Forgets what has been asked for and sent.
+    /// Forgets what has been asked for and sent, once what a client went away from has ended.
     pub fn forget(&self) {
+        for _ in 0..1000 {
+            if self.busy.load(Ordering::SeqCst) == 0 {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
         self.log.lock().unwrap().clear();
         self.sent.store(0, Ordering::SeqCst);
     }
@@ -203,7 +211,29 @@ impl Drop for Server {
     }
 }
 
-fn answer(mut stream: TcpStream, log: &Mutex<Vec<Request>>, sent: &AtomicU64, handler: &Handler) -> std::io::Result<()> {
+/// Counts an answer while it is given.
+struct Busy<'a>(&'a AtomicU64);
+
+impl<'a> Busy<'a> {
+    fn new(count: &'a AtomicU64) -> Self {
+        count.fetch_add(1, Ordering::SeqCst);
+        Self(count)
+    }
+}
+
+impl Drop for Busy<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+fn answer(
+    mut stream: TcpStream,
+    log: &Mutex<Vec<Request>>,
+    sent: &AtomicU64,
+    busy: &AtomicU64,
+    handler: &Handler,
+) -> std::io::Result<()> {
     let mut reader = BufReader::new(stream.try_clone()?);
     loop {
         let mut line = String::new();
@@ -225,6 +255,7 @@ fn answer(mut stream: TcpStream, log: &Mutex<Vec<Request>>, sent: &AtomicU64, ha
             Some((from.parse().ok()?, to.parse::<u64>().ok().map(|to| to + 1)))
         });
         let request = Request { path, headers, range };
+        let _busy = Busy::new(busy);
         log.lock().unwrap().push(request.clone());
         let reply = handler(&request);
         let head: String = reply.headers.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();

@@ -14,6 +14,11 @@ pub struct Shape {
     pub tensors: Vec<(String, Vec<u64>)>,
 }
 
+/// A matrix in affine groups, as its config and name say; all else is bf16.
+fn is_packed(config: &Value, name: &str, shape: &[u64]) -> bool {
+    config.get("quantization").is_some() && shape.len() == 2 && name.ends_with(".weight")
+}
+
 impl Shape {
     /// A plain Llama.
     pub fn llama(hidden: u64, layers: u64, intermediate: u64, vocab: u64) -> Self {
@@ -31,10 +36,24 @@ impl Shape {
 
     /// Nemotron-Labs-Diffusion 3B: 7.66 GB in one file.
     pub fn nemotron_3b() -> Self {
+        Self::nemotron(3072, 26, 9216)
+    }
+
+    /// Nemotron-Labs-Diffusion 8B.
+    pub fn nemotron_8b() -> Self {
+        Self::nemotron(4096, 34, 14_336)
+    }
+
+    /// Nemotron-Labs-Diffusion 14B.
+    pub fn nemotron_14b() -> Self {
+        Self::nemotron(5120, 40, 16_384)
+    }
+
+    fn nemotron(hidden: u64, layers: u64, intermediate: u64) -> Self {
         let config = json!({
-            "model_type": "nemotron_labs_diffusion", "architectures": ["NemotronLabsDiffusionModel"], "hidden_size": 3072,
-            "num_hidden_layers": 26, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-            "intermediate_size": 9216, "vocab_size": 131_072, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+            "model_type": "nemotron_labs_diffusion", "architectures": ["NemotronLabsDiffusionModel"], "hidden_size": hidden,
+            "num_hidden_layers": layers, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+            "intermediate_size": intermediate, "vocab_size": 131_072, "rms_norm_eps": 1e-5, "hidden_act": "silu",
             "attention_bias": false, "mlp_bias": false, "tie_word_embeddings": false, "sliding_window": null,
             "bos_token_id": 1, "eos_token_id": 11, "mask_token_id": 100, "block_size": 32, "dlm_paradigm": "bidirectional",
             "max_position_embeddings": 262_144, "torch_dtype": "bfloat16",
@@ -44,11 +63,11 @@ impl Shape {
             },
         });
         let mut tensors = vec![
-            ("diffusion_head.weight".to_owned(), vec![131_072, 3072]),
-            ("encoder.embed_tokens.weight".to_owned(), vec![131_072, 3072]),
+            ("diffusion_head.weight".to_owned(), vec![131_072, hidden]),
+            ("encoder.embed_tokens.weight".to_owned(), vec![131_072, hidden]),
         ];
-        tensors.extend(layers_of("encoder.layers", 26, 3072, 4096, 1024, 9216));
-        tensors.push(("encoder.norm.weight".to_owned(), vec![3072]));
+        tensors.extend(layers_of("encoder.layers", layers, hidden, 4096, 1024, intermediate));
+        tensors.push(("encoder.norm.weight".to_owned(), vec![hidden]));
         Self { config, tensors }
     }
 
@@ -62,9 +81,41 @@ impl Shape {
         self
     }
 
-    /// Bytes of all tensors, two to a value.
+    /// Its matrices in affine groups of 64, in the order in which safetensors writes them: by type, so that all scales lie
+    /// behind all weights.
+    pub fn sorted_by_type(mut self, bits: u64) -> Self {
+        self.config["quantization"] = json!({ "group_size": 64, "bits": bits });
+        let (mut packed, mut rest) = (Vec::new(), Vec::new());
+        for (name, shape) in self.tensors {
+            match (shape.as_slice(), name.strip_suffix(".weight")) {
+                ([n, k], Some(module)) => {
+                    rest.push((format!("{module}.scales"), vec![*n, k / 64]));
+                    rest.push((format!("{module}.biases"), vec![*n, k / 64]));
+                    packed.push((name, vec![*n, k * bits / 32]));
+                }
+                _ => rest.push((name, shape)),
+            }
+        }
+        packed.sort();
+        rest.sort();
+        self.tensors = packed.into_iter().chain(rest).collect();
+        self
+    }
+
+    /// Its gates first and what they are multiplied with last, so that what is read together lies as far apart as can be.
+    pub fn torn_apart(mut self) -> Self {
+        self.tensors.sort_by_key(|(name, _)| (name.contains("up_proj"), !name.contains("gate_proj")));
+        self
+    }
+
+    /// Bytes of all tensors.
     pub fn data_bytes(&self) -> u64 {
-        self.tensors.iter().map(|(_, shape)| 2 * shape.iter().product::<u64>()).sum()
+        self.tensors.iter().map(|(name, shape)| self.bytes_of(name, shape)).sum()
+    }
+
+    fn bytes_of(&self, name: &str, shape: &[u64]) -> u64 {
+        let width = if is_packed(&self.config, name, shape) { 4 } else { 2 };
+        width * shape.iter().product::<u64>()
     }
 
     /// A safetensors header for those tensors whose place in the list `wanted` takes.
@@ -72,8 +123,9 @@ impl Shape {
         let mut entries = serde_json::Map::new();
         let mut at = 0;
         for (_, (name, shape)) in self.tensors.iter().enumerate().filter(|(i, _)| wanted(*i)) {
-            let end = at + 2 * shape.iter().product::<u64>();
-            entries.insert(name.clone(), json!({ "dtype": "BF16", "shape": shape, "data_offsets": [at, end] }));
+            let end = at + self.bytes_of(name, shape);
+            let dtype = if is_packed(&self.config, name, shape) { "U32" } else { "BF16" };
+            entries.insert(name.clone(), json!({ "dtype": dtype, "shape": shape, "data_offsets": [at, end] }));
             at = end;
         }
         let text = Value::Object(entries).to_string();
