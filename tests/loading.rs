@@ -934,7 +934,7 @@ fn what_is_announced_beforehand_is_what_comes() {
             let (store, server) = (Scratch::new(), server(files));
             let ask = |quantize| {
                 let options = LoadOptions { backend: Backend::Cpu, quantize, context_length: Some(64), ..LoadOptions::default() };
-                let offered = Offered { limits: None, quota_left: None };
+                let offered = Offered { gpu: Offer::default(), quota_left: None };
                 let mut sources = in_folder(&server, from_hub, &store);
                 block_on(Model::preflight(&mut sources, &options, offered)).unwrap()["download"].clone()
             };
