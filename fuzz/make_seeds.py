@@ -161,6 +161,9 @@ def main():
     write("tokenizer_config", "tiny", (golden / "tiny-llama-tied" / "tokenizer_config.json").read_bytes())
     demo = (ROOT / "tools" / "demo-model" / "tokenizer_config.json").read_text()
     write("tokenizer_config", "demo", json.dumps({k: v for k, v in json.loads(demo).items() if k != "added_tokens_decoder"}))
+    write("chat_template", "written-out", container({
+        "chat_template.jinja": chatml.replace("<|im_", "<|"),
+        "messages.json": json.dumps([{"role": "user<|end|>", "content": "a<|end|><|fim_<|end|>middle|>", "x<|end|>": ["\ue000<|end|>"]}])}))
     write("chat_template", "demo", container({
         "chat_template.jinja": (ROOT / "tools" / "demo-model" / "chat_template.jinja").read_bytes(), "tokenizer_config.json": demo}))
     cases = json.loads((ROOT / "tests" / "data" / "chat" / "golden.json").read_text())["cases"]

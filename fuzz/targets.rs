@@ -9,14 +9,15 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock};
 
 use forecall::fetch::locator::{Listing, Locator};
 use forecall::fetch::store::{self, StoredListing};
 use forecall::model::load::{AdapterFrom, LoadOptions, Sources, load_checkpoint, stream_weights};
 use forecall::model::program::{MatrixId, VectorId};
 use forecall::model::{adapter, config, fields, forward};
+use forecall::text::written_out::{self, Marked};
 use forecall::text::{ChatRequest, ChatTemplate, Detokenizer, DetokenizerOptions, Tokenizer, TokenizerConfig};
 use forecall::weights::WeightSink;
 use forecall::weights::index::TensorIndex;
@@ -252,8 +253,23 @@ fn chat_template(input: &[u8]) {
     if let Some(serde_json::Value::Object(variables)) = json("variables.json") {
         request.variables = variables;
     }
-    let _ = template.render(&request);
+    if let Ok(Marked { text, mark }) = written_out::render(&template, &request, &BYTES)
+        // A token takes many times its bytes while it is made.
+        && text.len() < 1 << 16
+    {
+        let ids = match mark {
+            None => BYTES.encode(&text, false),
+            Some(mark) => BYTES.encode_marked(&text, mark),
+        };
+        let plain = text.replace(|c| Some(c) == mark, "");
+        assert_eq!(ids.and_then(|ids| BYTES.decode(&ids, false)), Ok(plain), "bytes are never lost");
+    }
 }
+
+/// A tokenizer of bytes and two special tokens, `<|end|>` and `<|fim_middle|>`.
+static BYTES: LazyLock<Tokenizer> = LazyLock::new(|| {
+    Tokenizer::from_json(include_bytes!("../tests/golden/tiny-setdlm-trained/tokenizer.json")).expect("a tokenizer of the tests")
+});
 
 /// The model that adapters are read for: two layers of four.
 const ADAPTED: &str = r#"{"model_type": "llama", "hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": 2,

@@ -34,6 +34,9 @@ pub enum Error {
     /// An option or argument given by the caller is out of range or contradicts another.
     #[error("{0}")]
     InvalidOption(String),
+    /// The same, where the option has a name.
+    #[error("{}", .0.message)]
+    BadOption(Box<OptionFailure>),
     /// A generation is running already on this model.
     #[error("{0}")]
     Busy(String),
@@ -43,6 +46,15 @@ pub enum Error {
     /// An invariant of this crate does not hold: a bug of ours, reported instead of panicking.
     #[error("internal error: {0}")]
     Internal(String),
+}
+
+/// An option that was refused.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OptionFailure {
+    /// Its name, as the crate's field is called: `max_tokens`, `prompt`.
+    pub option: &'static str,
+    /// The readable sentence.
+    pub message: String,
 }
 
 /// What is known of a request that failed.
@@ -61,6 +73,11 @@ pub struct HttpFailure {
 }
 
 impl Error {
+    /// An [`Error::BadOption`].
+    pub(crate) fn option(option: &'static str, message: impl Into<String>) -> Self {
+        Self::BadOption(Box::new(OptionFailure { option, message: message.into() }))
+    }
+
     /// The stable name of the failure's kind, as TypeScript sees it in `ForecallError.code`.
     #[must_use]
     pub fn code(&self) -> &'static str {
@@ -72,7 +89,7 @@ impl Error {
             Self::BadTokenizer(_) => "BadTokenizer",
             Self::OutOfMemory(_) => "OutOfMemory",
             Self::DeviceLost(_) => "DeviceLost",
-            Self::InvalidOption(_) => "InvalidOption",
+            Self::InvalidOption(_) | Self::BadOption(_) => "InvalidOption",
             Self::Busy(_) => "Busy",
             Self::Aborted(_) => "Aborted",
             Self::Internal(_) => "Internal",

@@ -202,7 +202,7 @@ fn picked_error(file: &str, thrown: &JsValue) -> Error {
     Error::Fetch(text_of(thrown, "message").unwrap_or_else(|| format!("{file} could not be read")))
 }
 
-/// `{ code, message }`, and of a request that failed `{ file, url, status, missing }`.
+/// `{ code, message }`, of a request that failed `{ file, url, status, missing }`, and `{ option }`, as the crate spells it.
 fn to_js(error: &Error) -> JsValue {
     let object = Object::new();
     // Setting a property of a fresh object cannot fail.
@@ -219,6 +219,9 @@ fn to_js(error: &Error) -> JsValue {
         if *missing {
             set("missing", true.into());
         }
+    }
+    if let Error::BadOption(failure) = error {
+        set("option", failure.option.into());
     }
     object.into()
 }

@@ -413,6 +413,73 @@ fn preflight_reads_no_weights() {
 }
 
 #[test]
+fn quantising_what_is_quantised_is_told_of() {
+    let line = |name: &str| format!("generate {} --quantize q8 --tokens 1,2 --max-tokens 2", model(name));
+    let done = forecall(&line("tiny-llama-q4"), &[]);
+    assert!(done.code == 0 && done.stderr.contains("warning: the checkpoint is quantised already"), "{done:?}");
+    let done = forecall(&line("tiny-llama"), &[]);
+    assert!(done.code == 0 && !done.stderr.contains("warning"), "{done:?}");
+}
+
+#[test]
+fn special_tokens_in_a_message_are_text() {
+    let copy = Copied::new(TIED);
+    std::fs::write(copy.path("chat_template.jinja"), "{{ messages[0].content }}<|end|>").unwrap();
+    let line = format!("generate {} --json --max-tokens 1", on_cpu(&copy.0));
+    let message = forecall(&format!("{line} --chat"), &["--prompt", "a<|end|>b"]).json();
+    assert_eq!(message["prompt_tokens"], 1 + 7 + 1 + 1, "bytes, and the template's token: {message}");
+    let text = forecall(&line, &["--prompt", "a<|end|>b<|end|>"]).json();
+    assert_eq!(text["prompt_tokens"], 4, "control: a text is taken as it is");
+}
+
+#[test]
+fn a_gpu_is_opened_without_a_word() {
+    let line = format!("generate --model {} --backend gpu --tokens 1 --max-tokens 1", golden_folder("tiny-llama").display());
+    let mut command = Command::new(env!("CARGO_BIN_EXE_forecall"));
+    let output = command.args(line.split_whitespace()).env_remove("XDG_RUNTIME_DIR").output().unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(stderr.trim_end().lines().count(), 1, "the summary: {stderr}");
+    assert!(stderr.starts_with("1 tokens"), "{stderr}");
+}
+
+#[test]
+fn weights_that_are_not_numbers_give_no_answer() {
+    let copy = Copied::new("tiny-llama");
+    let file = copy.path("model.safetensors");
+    let weights = std::fs::read(&file).unwrap();
+    let length = u64::from_le_bytes(weights[..8].try_into().unwrap()) as usize;
+    let header: Value = serde_json::from_slice(&weights[8..8 + length]).unwrap();
+    // One value of a layer, or one of the head's first row.
+    let (layer, head) = ("model.layers.1.mlp.down_proj.weight", "lm_head.weight");
+    for (value, tensor) in [(f32::NAN, layer), (f32::INFINITY, layer), (f32::NAN, head)] {
+        let at = 8 + length + header[tensor]["data_offsets"][0].as_u64().unwrap() as usize;
+        let mut spoiled = weights.clone();
+        spoiled[at..at + 4].copy_from_slice(&value.to_le_bytes());
+        std::fs::write(&file, spoiled).unwrap();
+        for backend in ["cpu", "gpu", "reference"] {
+            let on = format!("--model {} --backend {backend}", copy.0.display());
+            for line in [
+                format!("generate {on} --tokens 1,2 --max-tokens 2"),
+                format!("generate {on} --tokens 1,2 --max-tokens 2 --schedule autoregressive --json"),
+                format!("logits {on} --tokens 1,2"),
+                format!("info {on} --json"),
+            ] {
+                forecall(&line, &[]).refused(&["not finite", "weights"]);
+            }
+        }
+    }
+    // A logit of -infinity is never chosen, and a text may do without it; raw logits are refused all the same.
+    let at = 8 + length + header[head]["data_offsets"][0].as_u64().unwrap() as usize;
+    let mut spoiled = weights.clone();
+    spoiled[at..at + 4].copy_from_slice(&f32::INFINITY.to_le_bytes());
+    std::fs::write(&file, spoiled).unwrap();
+    let line = format!("logits --model {} --backend reference --tokens 1,2", copy.0.display());
+    forecall(&line, &[]).refused(&["not finite", "behind token 0, id 0 has"]);
+    std::fs::write(&file, &weights).unwrap();
+    assert_eq!(forecall(&line, &[]).code, 0, "control");
+}
+
+#[test]
 fn wrong_arguments() {
     let nothing = forecall("", &[]);
     assert!(nothing.code == 2 && nothing.stdout.is_empty() && nothing.stderr.contains("Usage"), "{nothing:?}");
@@ -468,6 +535,8 @@ fn folders_and_files_that_are_missing_or_broken() {
     forecall("generate --model /no/such/folder --backend cpu --tokens 1", &[]).refused(&["/no/such/folder"]);
     // What is wrong with any model is said before one is looked for.
     forecall("generate --model /no/such/folder --tokens 1 --schedule pakced", &[]).refused(&["pakced", "autoregressive"]);
+    forecall("generate --model /no/such/folder --tokens 1 --max-tokens 0", &[]).refused(&["max tokens is 0"]);
+    forecall("generate --model /no/such/folder --tokens 1", &["--stop", "a", "--stop", ""]).refused(&["--stop is empty"]);
     forecall("generate --model /no/such/folder --chat --prompt a --template-variables 1", &[]).refused(&["--template-variables"]);
     forecall(&format!("generate {} --tokens 1", model(TIED)), &["--store", ""]).refused(&["--store"]);
     // What only says something about the network is not ignored with a folder.

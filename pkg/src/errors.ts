@@ -79,6 +79,8 @@ export function toErrorData(thrown: unknown): ErrorData {
     const known = thrown as ErrorFields & { code: ErrorCode; message?: unknown };
     const data: ErrorData = { code: known.code, message: String(known.message ?? known.code) };
     for (const field of FIELDS) if (known[field] !== undefined) Object.assign(data, { [field]: known[field] });
+    // The engine spells options in its own way.
+    if (data.option) data.option = data.option.replace(/_(.)/g, (_, letter: string) => letter.toUpperCase());
     return data;
   }
   return { code: 'Internal', message: thrown instanceof Error ? `${thrown.name}: ${thrown.message}` : String(thrown) };

@@ -207,8 +207,12 @@ function promptOf(prompt: Prompt): GenerateRequest['prompt'] {
     };
   }
   const tokens = (prompt as { tokens?: unknown } | null)?.tokens;
-  if (!Array.isArray(tokens)) throw invalid('prompt', `the prompt must be a string, a list of messages or {tokens: number[]}, got ${show(prompt)}.`);
-  const ids: unknown[] = [...tokens]; // a copy without holes
+  const typed = ArrayBuffer.isView(tokens) && !(tokens instanceof DataView);
+  if (!Array.isArray(tokens) && !typed) {
+    const got = tokens === undefined ? show(prompt) : `{tokens: ${show(tokens)}}`;
+    throw invalid('prompt', `the prompt must be a string, a list of messages or {tokens}, a list or typed array of ids, got ${got}.`);
+  }
+  const ids: unknown[] = [...(tokens as Iterable<unknown>)]; // a copy without holes
   ids.forEach((id, i) => {
     if (!Number.isSafeInteger(id) || (id as number) < 0 || (id as number) > 0xffff_ffff) throw invalid('prompt', `token ${i} must be an id from 0 on, got ${show(id)}.`);
   });

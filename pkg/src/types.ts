@@ -65,8 +65,8 @@ export interface LoadProgress {
 export interface Warning {
   /**
    * `store-quota`: the browser gives too little room, the model is not kept; `store-busy`: another tab is storing it;
-   * `store-failed`: the store cannot be used; `store-offline`: the source does not answer, the stored copy is taken.
-   * There may be others.
+   * `store-failed`: the store cannot be used; `store-offline`: the source does not answer, the stored copy is taken;
+   * `quantized-already`: `quantize` was given, and the checkpoint's own quantisation stays. There may be others.
    */
   code: string;
   message: string;
@@ -80,7 +80,7 @@ export interface LoadOptions {
   revision?: string | undefined;
   /** Address of a hub other than Hugging Face's: a mirror. */
   hubUrl?: string | URL | undefined;
-  /** Left out: weights are stored as `precision` says. Checkpoints that are quantised already stay so. */
+  /** Left out: weights are stored as `precision` says. Checkpoints that are quantised already stay so, and `onWarning` hears of it. */
   quantize?: Quantize | undefined;
   /** Whether the model is kept in the browser, to be there the next time, offline too. Default true. Picked files are never kept. */
   store?: boolean | undefined;
@@ -121,8 +121,11 @@ export interface Message {
   [field: string]: unknown;
 }
 
-/** A text to continue, a chat to answer (through the checkpoint's template), or token ids taken as they are. */
-export type Prompt = string | readonly Message[] | { tokens: readonly number[] };
+/**
+ * A text to continue, a chat to answer (through the checkpoint's template), or token ids taken as they are. Special tokens
+ * written out in a text (`<|im_end|>`) are special tokens; in messages they are text.
+ */
+export type Prompt = string | readonly Message[] | { tokens: readonly number[] | Uint32Array | Int32Array | Uint16Array };
 
 /** Options of `generate`. Unknown names are refused. */
 export interface GenerateOptions {

@@ -231,7 +231,19 @@ mod native {
     /// Characters of a message at most.
     const MAX_SENTENCE: usize = 1500;
 
+    /// Mesa's Vulkan layer looks for a Wayland display, and complains on stderr in two lines where this variable is missing
+    /// (in containers, in jobs), though no window is wanted.
+    #[cfg(target_os = "linux")]
+    fn quieten_mesa() {
+        if std::env::var_os("XDG_RUNTIME_DIR").is_none() {
+            // SAFETY: the first thing that `main` does, while there are no other threads.
+            unsafe { std::env::set_var("XDG_RUNTIME_DIR", std::env::temp_dir()) };
+        }
+    }
+
     pub fn main() -> ExitCode {
+        #[cfg(target_os = "linux")]
+        quieten_mesa();
         let cli = match Cli::try_parse() {
             Ok(cli) => cli,
             Err(error) => return refuse(&error),
@@ -408,6 +420,12 @@ mod native {
     async fn generate(args: GenerateArgs) -> Result<()> {
         // What is wrong whatever the model, before gigabytes are loaded.
         args.schedule.as_deref().map(str::parse::<ScheduleKind>).transpose()?;
+        if args.max_tokens == 0 {
+            return Err(Error::InvalidOption("max tokens is 0; ask for at least 1".into()));
+        }
+        if args.stop.iter().any(String::is_empty) {
+            return Err(Error::InvalidOption("a --stop is empty; leave it out".into()));
+        }
         let variables = template_variables(args.template_variables.as_deref())?;
         let mut model = load(&args.model).await?;
         let prompt = match (&args.tokens, &args.prompt) {

@@ -67,10 +67,7 @@ impl FromStr for ScheduleKind {
             "quadratic-shared" => Self::Packed { anchors: Anchors::Every, shared: true },
             "block-diffusion" => Self::BlockDiffusion,
             _ => {
-                return Err(Error::InvalidOption(format!(
-                    "unknown schedule \"{name}\"; the schedules are {}",
-                    Self::NAMES.join(", ")
-                )));
+                return invalid("schedule", format!("unknown schedule \"{name}\"; the schedules are {}", Self::NAMES.join(", ")));
             }
         })
     }
@@ -186,9 +183,9 @@ impl ScheduleOptions {
             Some(_) => ScheduleKind::PACKED,
             None => ScheduleKind::Autoregressive,
         });
-        for (name, width) in [("verify", self.verify_width), ("draft", self.draft_width)] {
+        for (option, name, width) in [("verify_width", "verify", self.verify_width), ("draft_width", "draft", self.draft_width)] {
             if width == Some(0) {
-                return invalid(format!("the {name} width is 0; it must be at least 1"));
+                return invalid(option, format!("the {name} width is 0; it must be at least 1"));
             }
         }
         if let Some(rules) = &rules {
@@ -198,33 +195,42 @@ impl ScheduleOptions {
             return self.block.resolve(diffusion, geometry);
         }
         if only {
-            return invalid(format!(
-                "the schedule {kind} needs a model that predicts the next token from causal rows, and this one was trained to fill \
+            return invalid(
+                "schedule",
+                format!(
+                    "the schedule {kind} needs a model that predicts the next token from causal rows, and this one was trained to fill \
                  blocks only; choose the schedule block-diffusion, its default"
-            ));
+                ),
+            );
         }
-        if self.block != BlockOptions::default() {
-            return invalid(format!(
-                "a block length, a threshold or steps were given, which only the schedule block-diffusion takes; the schedule is {kind}"
-            ));
+        if let Some(option) = self.block.given() {
+            return invalid(
+                option,
+                format!(
+                    "a block length, a threshold or steps were given, which only the schedule block-diffusion takes; the schedule is {kind}"
+                ),
+            );
         }
         let rules = match (kind, rules) {
             (ScheduleKind::Autoregressive, rules) => {
                 let resolved = Resolved::Autoregressive { verify: rules.map_or(VerifyRows::Clean, |rules| rules.verify) };
-                Need::of(&resolved).check(geometry)?;
+                Need::of(&resolved).check(geometry, "schedule")?;
                 return Ok(resolved);
             }
             (_, None) => {
-                return invalid(format!(
-                    "the schedule {kind} needs a drafter and this model has none: load a draft adapter with it, or choose the \
+                return invalid(
+                    "schedule",
+                    format!(
+                        "the schedule {kind} needs a drafter and this model has none: load a draft adapter with it, or choose the \
                      schedule autoregressive"
-                ));
+                    ),
+                );
             }
             (ScheduleKind::Packed { shared: true, .. }, Some(rules)) => DraftRules { anchor: Anchor::Shared, ..rules },
             (_, Some(rules)) => rules,
         };
         if let ScheduleKind::Packed { anchors: Anchors::Count(0), .. } = kind {
-            return invalid("the schedule has 0 anchors; it needs at least 1".into());
+            return invalid("anchors", "the schedule has 0 anchors; it needs at least 1");
         }
         let (verify_width, draft_width) = match (rules.logit_shift, horizon) {
             (1, _) => (4, 7),
@@ -236,43 +242,64 @@ impl ScheduleOptions {
         let draft_width = self.draft_width.unwrap_or(draft_width);
         let next_token_known = !matches!(kind, ScheduleKind::TwoCall { seed_row: false });
         if next_token_known && draft_width.saturating_add(rules.logit_shift) < 2 {
-            return invalid(format!(
-                "the draft width is {draft_width}, but with this model the schedule {kind} would never have a draft to verify; use at \
+            return invalid(
+                "draft_width",
+                format!(
+                    "the draft width is {draft_width}, but with this model the schedule {kind} would never have a draft to verify; use at \
                  least 2"
-            ));
+                ),
+            );
         }
         let resolved = Resolved::Drafting { kind, rules, verify_width, draft_width };
-        Need::of(&resolved).check(geometry)?;
+        let option = match (self.draft_width, self.verify_width) {
+            (Some(_), _) => "draft_width",
+            (None, Some(_)) => "verify_width",
+            (None, None) => "schedule",
+        };
+        Need::of(&resolved).check(geometry, option)?;
         Ok(resolved)
     }
 }
 
 impl BlockOptions {
+    /// The name of one that was given, if any was.
+    fn given(&self) -> Option<&'static str> {
+        let given = [self.length.map(|_| "block_length"), self.threshold.map(|_| "threshold"), self.steps.map(|_| "steps")];
+        given.into_iter().flatten().next()
+    }
+
     fn resolve(&self, rules: Option<DiffusionRules>, geometry: &Geometry) -> Result<Resolved> {
         let Some(rules) = rules else {
             return invalid(
+                "schedule",
                 "the schedule block-diffusion needs a checkpoint that was made for it, such as Nemotron-Labs-Diffusion, SetDLM, SDAR \
-                 or Fast-dLLM v2; choose the schedule autoregressive"
-                    .into(),
+                 or Fast-dLLM v2; choose the schedule autoregressive",
             );
         };
         let block_length = self.length.unwrap_or(rules.block_length);
         if block_length == 0 {
-            return invalid("the block length is 0; it must be at least 1".into());
+            return invalid("block_length", "the block length is 0; it must be at least 1");
         }
         if let Some(threshold) = self.threshold
             && (threshold.is_nan() || threshold < 0.0)
         {
-            return invalid(format!("the threshold is {threshold}; it must be a probability from 0 on (above 1 none is enough)"));
+            return invalid(
+                "threshold",
+                format!("the threshold is {threshold}; it must be a probability from 0 on (above 1 none is enough)"),
+            );
         }
         if let Some(steps) = self.steps {
             if rules.layout == DiffusionLayout::Window {
-                return invalid(format!(
-                    "{steps} steps were given, but with this model a window slides and no block is filled in steps"
-                ));
+                return invalid(
+                    "steps",
+                    format!("{steps} steps were given, but with this model a window slides and no block is filled in steps"),
+                );
             }
             if steps == 0 || steps > block_length {
-                return invalid(format!("{steps} steps were given for a block of {block_length}; use 1 to {block_length}"));
+                return invalid(
+                    "steps",
+                    format!("{steps} steps were given for a block of {block_length}; use 1 to {block_length}"),
+                );
             }
         }
         let threshold = match (self.threshold, self.steps) {
@@ -280,7 +307,7 @@ impl BlockOptions {
             (threshold, _) => threshold,
         };
         let resolved = Resolved::Diffusion { rules, block_length, threshold, steps: self.steps };
-        Need::of(&resolved).check(geometry)?;
+        Need::of(&resolved).check(geometry, "block_length")?;
         Ok(resolved)
     }
 }
@@ -302,17 +329,23 @@ pub fn start(
     geometry: &Geometry,
 ) -> Result<(Box<dyn Schedule>, CallPlan)> {
     if prompt.is_empty() {
-        return invalid("the prompt has no tokens; give at least one".into());
+        return invalid("prompt", "the prompt has no tokens; give at least one");
     }
     if prompt.len() > geometry.context as usize {
-        return invalid(format!(
-            "the prompt has {} tokens, but the context has {} positions; shorten the prompt or load the model with a longer context",
-            prompt.len(),
-            geometry.context
-        ));
+        return invalid(
+            "prompt",
+            format!(
+                "the prompt has {} tokens, but the context has {} positions; shorten the prompt or load the model with a longer context",
+                prompt.len(),
+                geometry.context
+            ),
+        );
     }
     if let Some((i, id)) = prompt.iter().enumerate().find(|&(_, &id)| id as usize >= geometry.vocab_size) {
-        return invalid(format!("token {i} of the prompt is id {id}, but the vocabulary has {} entries", geometry.vocab_size));
+        return invalid(
+            "prompt",
+            format!("token {i} of the prompt is id {id}, but the vocabulary has {} entries", geometry.vocab_size),
+        );
     }
     Ok(match options.resolve(rules, geometry)? {
         Resolved::Autoregressive { verify } => {
@@ -348,8 +381,8 @@ fn boxed(started: (impl Schedule + 'static, CallPlan)) -> (Box<dyn Schedule>, Ca
     (Box::new(started.0), started.1)
 }
 
-fn invalid<T>(what: String) -> Result<T> {
-    Err(Error::InvalidOption(what))
+fn invalid<T>(option: &'static str, what: impl Into<String>) -> Result<T> {
+    Err(Error::option(option, what))
 }
 
 /// Refuses draft rules that no plan can express.
@@ -435,7 +468,8 @@ impl Need {
         }
     }
 
-    fn check(&self, geometry: &Geometry) -> Result<()> {
+    /// `option` is blamed.
+    fn check(&self, geometry: &Geometry, option: &'static str) -> Result<()> {
         let chunk = u64::from(geometry.context).min(PREFILL_CHUNK as u64);
         let advice = "use a smaller verify width, draft width or block length, or fewer anchors";
         let bounds = [
@@ -446,9 +480,10 @@ impl Need {
         ];
         for (what, need, have) in bounds {
             if need > have {
-                return invalid(format!(
-                    "the schedule's widest call needs {need} {what}, but this model was set up for {have}; {advice}"
-                ));
+                return invalid(
+                    option,
+                    format!("the schedule's widest call needs {need} {what}, but this model was set up for {have}; {advice}"),
+                );
             }
         }
         Ok(())

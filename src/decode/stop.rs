@@ -51,7 +51,7 @@ impl Stop {
     /// [`Error::InvalidOption`] for a budget of 0.
     pub fn new(rules: StopRules) -> Result<Self> {
         if rules.max_tokens == Some(0) {
-            return Err(Error::InvalidOption("max tokens is 0; ask for at least 1".into()));
+            return Err(Error::option("max_tokens", "max tokens is 0; ask for at least 1"));
         }
         Ok(Self { rules, emitted: 0 })
     }

@@ -6,7 +6,7 @@ use crate::cpu::reference::Reference;
 use crate::decode::CachedPrefix;
 use crate::decode::plan::{CallPlan, Choice};
 use crate::decode::schedule::{Geometry, ModelCalls, Ticket};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::gpu::GpuModel;
 use crate::model::program::{MatrixId, VectorId};
 use crate::weights::WeightSink;
@@ -77,6 +77,7 @@ impl ModelCalls for Calls {
         if !matches!(self.on, Runs::Gpu(_)) {
             super::page_turn::let_events_in().await;
         }
+        let answer = answer.and_then(finite);
         if answer.is_err() {
             self.cached.forget();
         }
@@ -85,6 +86,19 @@ impl ModelCalls for Calls {
 
     async fn logits(&mut self) -> Result<Vec<Vec<f32>>> {
         each!(&mut self.on, calls => calls.logits().await)
+    }
+}
+
+/// A probability is a number only where all logits of its row are; without that a choice means nothing.
+fn finite(choices: Vec<Choice>) -> Result<Vec<Choice>> {
+    match choices.iter().position(|choice| !choice.probability.is_finite()) {
+        None => Ok(choices),
+        Some(row) => Err(Error::BadWeights(format!(
+            "the model's logits are not finite (those of row {} of the {} that a call chose from): its weights are damaged, or they \
+             overflow",
+            row + 1,
+            choices.len()
+        ))),
     }
 }
 

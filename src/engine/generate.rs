@@ -14,13 +14,14 @@ use crate::error::{Error, Result};
 use crate::text::Tokenizer;
 use crate::text::chat_template::ChatRequest;
 use crate::text::detokenizer::{Detokenizer, DetokenizerOptions};
+use crate::text::written_out::{self, Marked};
 
 /// What to continue.
 #[derive(Debug, Clone)]
 pub enum Prompt {
-    /// Text, encoded as the checkpoint's tokenizer does, its special tokens (BOS) included.
+    /// Text, encoded as the checkpoint's tokenizer does, its special tokens (BOS) included, and those written out in it.
     Text(String),
-    /// A conversation, rendered with the checkpoint's chat template.
+    /// A conversation, rendered with the checkpoint's chat template. Special tokens written out in messages are text.
     Chat(ChatRequest),
     /// Token ids; nothing is added.
     Tokens(Vec<u32>),
@@ -257,9 +258,6 @@ impl Model {
             let sent = Instant::now();
             let ticket = self.calls.submit(&plan)?;
             let choices = self.calls.answer(ticket).await?;
-            if choices.iter().any(|choice| choice.probability.is_nan()) {
-                return Err(Error::BadWeights("the model's logits are not finite: its weights are damaged or overflow".into()));
-            }
             let progress = generation.advance(&plan.answer(&choices)?)?;
             let prefill = plan.kind() == CallKind::Prefill;
             *(if prefill { &mut timings.prefill } else { &mut timings.decode }) += ms(sent);
@@ -337,8 +335,12 @@ impl Model {
                             .into(),
                     )
                 })?;
-                let rendered = template.render(request)?;
-                Ok(tokenizer()?.encode(&rendered, false)?)
+                let tokenizer = tokenizer()?;
+                let Marked { text, mark } = written_out::render(template, request, tokenizer)?;
+                Ok(match mark {
+                    None => tokenizer.encode(&text, false)?,
+                    Some(mark) => tokenizer.encode_marked(&text, mark)?,
+                })
             }
         }
     }
@@ -415,30 +417,31 @@ impl Answer {
 
 /// The request's wishes about the schedule.
 fn schedule_options(request: &Generate) -> Result<ScheduleOptions> {
-    let width = |name: &str, value: Option<usize>| {
-        value
-            .map(|v| u32::try_from(v).map_err(|_| Error::InvalidOption(format!("the {name} is {v}, which is out of range"))))
-            .transpose()
+    let width = |option: &'static str, value: Option<usize>| {
+        let out_of_range =
+            |v| move |_| Error::option(option, format!("the {} is {v}, which is out of range", option.replace('_', " ")));
+        value.map(|v| u32::try_from(v).map_err(out_of_range(v))).transpose()
     };
     let mut kind = request.schedule.as_deref().map(str::parse::<ScheduleKind>).transpose()?;
-    if let Some(anchors) = width("number of anchors", request.anchors)? {
+    if let Some(anchors) = width("anchors", request.anchors)? {
         kind = match kind {
             Some(ScheduleKind::Packed { anchors: Anchors::Count(count), shared }) if count > 1 => {
                 Some(ScheduleKind::Packed { anchors: Anchors::Count(anchors), shared })
             }
             _ => {
-                return Err(Error::InvalidOption(
-                    "the number of anchors was given, but only the schedule \"anchored\" takes one".into(),
+                return Err(Error::option(
+                    "anchors",
+                    "the number of anchors was given, but only the schedule \"anchored\" takes one",
                 ));
             }
         };
     }
     Ok(ScheduleOptions {
         kind,
-        verify_width: width("verify width", request.verify_width)?,
-        draft_width: width("draft width", request.draft_width)?,
+        verify_width: width("verify_width", request.verify_width)?,
+        draft_width: width("draft_width", request.draft_width)?,
         block: BlockOptions {
-            length: width("block length", request.block_length)?,
+            length: width("block_length", request.block_length)?,
             threshold: request.threshold,
             steps: width("number of steps", request.steps)?,
         },

@@ -49,9 +49,10 @@ impl std::str::FromStr for Backend {
             "cpu" => Self::Cpu,
             "reference" => Self::Reference,
             _ => {
-                return Err(Error::InvalidOption(format!(
-                    "unknown backend \"{name}\"; the backends are auto, webgpu, cpu and reference"
-                )));
+                return Err(Error::option(
+                    "backend",
+                    format!("unknown backend \"{name}\"; the backends are auto, webgpu, cpu and reference"),
+                ));
             }
         })
     }
@@ -80,7 +81,12 @@ impl std::str::FromStr for Precision {
             "auto" => Self::Auto,
             "f32" => Self::F32,
             "f16" => Self::F16,
-            _ => return Err(Error::InvalidOption(format!("unknown precision \"{name}\"; the choices are auto, f32 and f16"))),
+            _ => {
+                return Err(Error::option(
+                    "precision",
+                    format!("unknown precision \"{name}\"; the choices are auto, f32 and f16"),
+                ));
+            }
         })
     }
 }
@@ -263,6 +269,10 @@ impl Model {
         let checkpoint = teller.watching(Phase::Config, reading).await?;
         let warn = |warnings: Vec<Warning>| warnings.into_iter().try_for_each(|warning| tell(LoadEvent::Warning(warning)));
         warn(sources.warnings())?;
+        if options.quantize.is_some() && checkpoint.quantization.is_some() {
+            let message = "the checkpoint is quantised already and stays as it is: quantising while loading is for plain weights";
+            warn(vec![Warning { code: "quantized-already", message: message.into() }])?;
+        }
         let context = context_length(&checkpoint, options.context_length)?;
         let files = &checkpoint.files;
         let tokenizer = files.tokenizer.as_deref().map(Tokenizer::from_json).transpose()?.map(Arc::new);
@@ -451,7 +461,10 @@ pub(super) fn context_length(checkpoint: &Checkpoint, asked: Option<usize>) -> R
     let most = checkpoint.program.arch.max_position_embeddings;
     let context = asked.unwrap_or(most.min(DEFAULT_CONTEXT));
     if context == 0 || context > most {
-        return Err(Error::InvalidOption(format!("the context length is {context}; this model takes 1 to {most} positions")));
+        return Err(Error::option(
+            "context_length",
+            format!("the context length is {context}; this model takes 1 to {most} positions"),
+        ));
     }
-    u32::try_from(context).map_err(|_| Error::InvalidOption(format!("the context length {context} is out of range")))
+    u32::try_from(context).map_err(|_| Error::option("context_length", format!("the context length {context} is out of range")))
 }

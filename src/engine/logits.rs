@@ -26,7 +26,7 @@ impl Model {
     ///
     /// # Errors
     /// [`Error::InvalidOption`] for no tokens, tokens out of range, more tokens than the context holds, or a draft from a
-    /// model that cannot draft.
+    /// model that cannot draft; [`Error::BadWeights`] for logits that are not finite.
     pub async fn logits(&mut self, tokens: &[u32], draft_width: Option<usize>) -> Result<Logits> {
         let geometry = self.calls.geometry();
         if tokens.is_empty() || tokens.len() > geometry.context as usize {
@@ -71,6 +71,17 @@ impl Model {
                 Some(self.run_plan(&plan).await?)
             }
         };
+        for (of, rows) in [("token", &causal), ("draft row", draft.as_ref().unwrap_or(&Vec::new()))] {
+            // The mask's logit too, which nothing is chosen by.
+            for (i, row) in rows.iter().enumerate() {
+                if let Some((id, logit)) = row.iter().enumerate().find(|(_, logit)| !logit.is_finite()) {
+                    return Err(Error::BadWeights(format!(
+                        "the model's logits are not finite: behind {of} {i}, id {id} has {logit}; its weights are damaged, or they \
+                         overflow"
+                    )));
+                }
+            }
+        }
         Ok(Logits { causal, draft })
     }
 }

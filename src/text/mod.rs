@@ -15,6 +15,7 @@ mod template_filters;
 mod template_guard;
 pub mod tokenizer;
 mod tokenizer_check;
+pub mod written_out;
 
 pub use chat_template::{ChatRequest, ChatTemplate, TokenizerConfig};
 pub use detokenizer::{Detokenizer, DetokenizerOptions, Piece};
@@ -90,11 +91,11 @@ pub enum TextError {
 impl From<TextError> for crate::Error {
     fn from(error: TextError) -> Self {
         match error {
-            TextError::Message { .. }
-            | TextError::EmptyStop { .. }
-            | TextError::UnknownTemplate { .. }
-            | TextError::Variable { .. }
-            | TextError::Refused(_) => Self::InvalidOption(error.to_string()),
+            TextError::EmptyStop { .. } => Self::option("stop", error.to_string()),
+            TextError::Variable { .. } => Self::option("template_variables", error.to_string()),
+            TextError::Message { .. } | TextError::UnknownTemplate { .. } | TextError::Refused(_) => {
+                Self::option("prompt", error.to_string())
+            }
             _ => Self::BadTokenizer(error.to_string()),
         }
     }

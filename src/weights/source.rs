@@ -110,7 +110,7 @@ pub struct Survey {
 /// Something that went wrong without stopping the loading.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Warning {
-    /// What, for programs: `store-quota`, `store-busy`, `store-failed`, `store-offline`.
+    /// What, for programs: `store-quota`, `store-busy`, `store-failed`, `store-offline`, `quantized-already`.
     pub code: &'static str,
     /// What, for people.
     pub message: String,

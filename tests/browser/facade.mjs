@@ -216,6 +216,10 @@ test('façade: options that are unknown or wrong are refused by name', async () 
       'stop 1': model.generate('x', { stop: '\ud83d' }).result,
       'prompt 1': model.generate({ tokens: [1, , 2] }).result,
       'prompt 2': model.generate(Object.create(null)).result,
+      'prompt 3': model.generate({ tokens: 'abc' }).result,
+      'prompt 4': model.generate({ tokens: Float32Array.of(1, 0.5) }).result,
+      'prompt 5': model.generate({ tokens: BigUint64Array.of(1n) }).result,
+      'prompt 6': model.generate({ tokens: new DataView(new ArrayBuffer(8)) }).result,
       'templateVariables 1': model.generate('x', { templateVariables: { tools: [] } }).result,
       'templateVariables 2': model.generate([{ role: 'user', content: 'x' }], { templateVariables: { messages: [] } }).result,
       'templateVariables 3': model.generate([{ role: 'user', content: 'x' }], { templateVariables: { toJSON: () => 5 } }).result,
@@ -235,6 +239,7 @@ test('façade: options that are unknown or wrong are refused by name', async () 
     assert.equal(outcome.error.option, name.replace(/ \d$/, ''));
     assert.doesNotMatch(outcome.error.message, /secret/);
   }
+  assert.match(outcomes['prompt 3'].error.message, /typed array of ids, got \{tokens: "abc"\}/);
 });
 
 test('façade: halves of surrogate pairs arrive as U+FFFD, and headers in every form', async () => {

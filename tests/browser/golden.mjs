@@ -119,7 +119,7 @@ test('golden: requests that do not fit are refused, and the model goes on', asyn
   const page = await blankPage('stock');
   const outcomes = await page.evaluate(async () => {
     const { load } = await import('/pkg/dist/index.js');
-    const caught = (promise) => promise.then((value) => ({ value }), ({ code, message }) => ({ code, message }));
+    const caught = (promise) => promise.then((value) => ({ value }), ({ code, message, option }) => ({ code, message, option }));
     const source = '/tests/golden/tiny-llama/';
     const model = await load(source, { backend: 'webgpu', precision: 'f32', contextLength: 64 });
     const outcomes = {
@@ -129,16 +129,27 @@ test('golden: requests that do not fit are refused, and the model goes on', asyn
       text: await caught(model.generate('text without a tokenizer').result),
       messages: await caught(model.generate([{ role: 'user', content: 'hello' }]).result),
       width: await caught(model.generate({ tokens: [1, 2, 3] }, { verifyWidth: 100_000 }).result),
+      schedule: await caught(model.generate({ tokens: [1, 2, 3] }, { schedule: 'block-diffusion' }).result),
+      threshold: await caught(model.generate({ tokens: [1, 2, 3] }, { schedule: 'packed', threshold: 0.5 }).result),
       context: await caught(load(source, { backend: 'webgpu', contextLength: 10_000_000 })),
       missing: await caught(load('/tests/golden/nothing/', { backend: 'webgpu' })),
       adapter: await caught(load(source, { backend: 'webgpu', adapter: '/tests/golden/tiny-llama/' })),
     };
     outcomes.full = await caught(model.generate({ tokens: Array.from({ length: 60 }, (_, i) => i) }, { maxTokens: 50, ignoreEos: true }).result);
     outcomes.after = await caught(model.generate({ tokens: [1, 2, 3] }, { maxTokens: 4, ignoreEos: true }).result);
+    outcomes.typed = [];
+    for (const Ids of [Uint32Array, Int32Array, Uint16Array]) outcomes.typed.push((await model.generate({ tokens: Ids.of(1, 2, 3) }, { maxTokens: 4, ignoreEos: true }).result).tokens);
     await model.dispose();
+    outcomes.warnings = {};
+    for (const name of ['tiny-llama', 'tiny-llama-q4']) {
+      const heard = (outcomes.warnings[name] = []);
+      await (await load(`/tests/golden/${name}/`, { backend: 'cpu', quantize: 'q4', store: false, onWarning: ({ code, message }) => heard.push(code, message) })).dispose();
+    }
     return outcomes;
   });
-  const codes = { id: 'InvalidOption', long: 'InvalidOption', empty: 'InvalidOption', text: 'BadTokenizer', messages: 'BadTokenizer', width: 'InvalidOption', context: 'InvalidOption' };
+  const codes = { id: 'InvalidOption', long: 'InvalidOption', empty: 'InvalidOption', text: 'BadTokenizer', messages: 'BadTokenizer', width: 'InvalidOption', schedule: 'InvalidOption', threshold: 'InvalidOption', context: 'InvalidOption' };
+  const options = { id: 'prompt', long: 'prompt', empty: 'prompt', text: undefined, width: 'verifyWidth', schedule: 'schedule', threshold: 'threshold', context: 'contextLength' };
+  for (const [name, option] of Object.entries(options)) assert.equal(outcomes[name].option, option, `${name}: ${JSON.stringify(outcomes[name])}`);
   for (const [name, code] of Object.entries(codes)) assert.equal(outcomes[name].code, code, `${name}: ${JSON.stringify(outcomes[name])}`);
   assert.match(outcomes.id.message, /99999/);
   assert.match(outcomes.long.message, /6[45]/);
@@ -146,6 +157,9 @@ test('golden: requests that do not fit are refused, and the model goes on', asyn
   assert.ok(outcomes.adapter.code, 'a folder without an adapter was taken for one');
   assert.equal(outcomes.full.value?.finishReason, 'context', JSON.stringify(outcomes.full));
   assert.equal(outcomes.after.value?.tokens.length, 4, JSON.stringify(outcomes.after));
+  assert.deepEqual(outcomes.typed, Array(3).fill(outcomes.after.value.tokens), 'typed arrays are tokens too');
+  assert.deepEqual(outcomes.warnings['tiny-llama'], []);
+  assert.match(outcomes.warnings['tiny-llama-q4'].join(': '), /^quantized-already: .*stays as it is/);
 }, { seconds: 120 });
 
 test('golden: truncated weights and a broken config are typed errors, with nothing left half-loaded', async () => {
