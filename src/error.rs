@@ -70,6 +70,8 @@ pub struct HttpFailure {
     pub status: Option<u16>,
     /// Whether there is no such file.
     pub missing: bool,
+    /// Whether the server gave other bytes than it had promised, so that nothing made of them may be kept.
+    pub changed: bool,
 }
 
 impl Error {

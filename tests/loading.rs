@@ -783,7 +783,7 @@ fn blocks_stored_as_they_came_that_are_torn_or_gone_come_again_and_are_held_to_t
             let mut entries = std::fs::read_dir(&store.0).unwrap().map(|entry| entry.unwrap().path());
             let old = entries.find(|entry| !entry.ends_with(".locks")).unwrap();
             let source = format!("{}/o/m", server.address);
-            std::fs::rename(&old, store.0.join(forecall::fetch::store::entry_name(&source, "c0ffee"))).unwrap();
+            std::fs::rename(&old, store.0.join(forecall::fetch::store::entry_name("model", &source, "c0ffee"))).unwrap();
             in_folder(server, true, &store)
         };
         match at {
@@ -1127,6 +1127,17 @@ fn a_store_that_is_full_costs_a_warning_and_no_more() {
     }
     let store = Limited { failure: Some(StoreFailure::Other("the disk is gone".into())), ..Limited::default() };
     assert_eq!(with(&store, None).warnings, ["store-failed"]);
+    // What was stored before some other failure is there to go on from.
+    let store = Limited { failure: Some(StoreFailure::Other("the disk is away".into())), ..Limited::default() };
+    store.room.set(25 << 20);
+    let done = with(&store, None);
+    assert_eq!((done.logits, done.warnings), (EXPECTED.clone(), vec!["store-failed"]));
+    assert!(!store.blobs.borrow().is_empty());
+    store.room.set(1 << 30);
+    server.forget();
+    let done = with(&store, None);
+    assert_eq!((done.logits, done.warnings), (EXPECTED.clone(), vec![]));
+    assert!((1 << 20..30 << 20).contains(&server.sent()), "{} bytes came again", server.sent());
     // Where the model is stored in one form already, that one stays.
     let store = Limited::default();
     store.room.set(42 << 20);
@@ -1184,6 +1195,253 @@ fn two_at_once_do_not_disturb_each_other() {
     server.stop();
     let after = load(hub(&server, Some(&store)), None).unwrap();
     assert_eq!((after.logits, after.warnings), (EXPECTED.clone(), vec!["store-offline"]));
+}
+
+#[test]
+fn a_store_in_use_elsewhere_is_no_matter_where_all_is_stored() {
+    let (store, server) = (Scratch::new(), server(&BIG));
+    load(hub(&server, Some(&store)), None).unwrap();
+    let once = Cell::new(false);
+    let mut first = hub(&server, Some(&store));
+    let done = block_on(loaded(&mut first, None, |event| {
+        if matches!(event, LoadEvent::Progress(progress) if progress.phase == Phase::Upload) && !once.replace(true) {
+            let second = load(hub(&server, Some(&store)), None).unwrap();
+            assert_eq!((second.logits, second.warnings), (EXPECTED.clone(), vec![]));
+            // Control: another form is something to store.
+            let other = load(hub(&server, Some(&store)), Some(Quantize::Q4)).unwrap();
+            assert_eq!((other.logits, other.warnings), (EXPECTED_Q4.clone(), vec!["store-busy"]));
+        }
+        true
+    }));
+    assert_eq!((done.unwrap().logits, once.get()), (EXPECTED.clone(), true));
+}
+
+/// A store whose lock has to be waited for, until another loading has stored everything.
+#[derive(Debug)]
+struct Late {
+    store: Limited,
+    then: Limited,
+}
+
+impl BlobStore for Late {
+    async fn get(&self, name: &str) -> Option<Vec<u8>> {
+        self.store.get(name).await
+    }
+
+    async fn put(&self, name: &str, bytes: &[u8]) -> Result<(), StoreFailure> {
+        self.store.put(name, bytes).await
+    }
+
+    async fn list(&self, prefix: &str) -> Vec<(String, u64)> {
+        self.store.list(prefix).await
+    }
+
+    async fn remove(&self, name: &str) {
+        self.store.remove(name).await;
+    }
+
+    async fn lock(&self, _: &str) -> Result<bool, StoreFailure> {
+        *self.store.blobs.borrow_mut() = self.then.blobs.borrow().clone();
+        Ok(true)
+    }
+}
+
+#[test]
+fn what_was_stored_while_the_store_was_waited_for_counts() {
+    let server = server(&BIG);
+    let roomy = || {
+        let store = Limited::default();
+        store.room.set(1 << 30);
+        store
+    };
+    let with = |store: Late| {
+        server.forget();
+        let base = remote("o/m@v1", Some(&server.address), http_options(), Some(store));
+        let done = load(Sources { base, adapter: AdapterFrom::Auto }, None).unwrap();
+        assert_eq!((done.logits, done.warnings), (EXPECTED.clone(), vec![]));
+        weights_sent(&server, &BIG)
+    };
+    let full = roomy();
+    assert!(with(Late { store: full.clone(), then: roomy() }) >= data_bytes(), "control: nothing was stored");
+    let (half, there) = (roomy(), full.clone());
+    stopped_at(
+        Sources { base: remote("o/m@v1", Some(&server.address), http_options(), Some(half.clone())), adapter: AdapterFrom::Auto },
+        20 << 20,
+    );
+    for before in [roomy(), half] {
+        assert_eq!(with(Late { store: before, then: there.clone() }), 0);
+    }
+}
+
+#[test]
+fn a_model_and_an_adapter_of_one_place_are_stored_beside_each_other() {
+    let files: Files = golden("tiny-llama-tied")
+        .into_iter()
+        .map(|(name, content)| (name.strip_prefix("draft_adapter/").unwrap_or(&name).to_owned(), content))
+        .collect();
+    let server = server(&files);
+    let adapter = |location: &str, hub: Option<&str>, store: &Scratch| {
+        let locator = Locator::parse(location, None, hub).unwrap();
+        let folder = Some(FolderStore::new(&store.0));
+        let transport = UreqTransport::new(Duration::from_secs(3));
+        AdapterFrom::Source(RemoteSource::new(transport, location, locator, http_options(), Role::Adapter, folder))
+    };
+    let expected = from_folder(&golden("tiny-llama-tied"), None);
+    let store = Scratch::new();
+    let both = |from_hub: bool| match from_hub {
+        true => Sources { adapter: adapter("o/m@v1", Some(&server.address), &store), ..hub(&server, Some(&store)) },
+        false => Sources { adapter: adapter(&format!("{}/m/", server.address), None, &store), ..url(&server, Some(&store)) },
+    };
+    for from_hub in [false, true] {
+        for _ in 0..2 {
+            let done = load(both(from_hub), None).unwrap();
+            assert_eq!((done.logits, done.warnings), (expected.clone(), vec![]));
+        }
+    }
+    let of = |role: &str| store.manifests().iter().filter(|m| m["role"] == role && m["complete"] == true).count();
+    assert_eq!((of("model"), of("adapter")), (2, 2));
+    server.stop();
+    for from_hub in [false, true] {
+        let done = load(both(from_hub), None).unwrap();
+        assert_eq!((done.logits, done.warnings), (expected.clone(), vec!["store-offline"; 2]));
+    }
+}
+
+/// A hub whose weights are others while the switch is on, for requests that `which` takes. Its listing stays.
+fn switching(other: Vec<u8>, which: fn(&Request) -> bool) -> (Server, Arc<AtomicBool>) {
+    let on = Arc::new(AtomicBool::new(false));
+    let (seen, listing) = (Arc::clone(&on), listing(&BIG, "c0ffee"));
+    let mut others = BIG.clone();
+    others.insert(WEIGHTS.into(), Content::from(other.as_slice()));
+    let server = Server::start(move |request| {
+        let files = if seen.load(Ordering::SeqCst) && which(request) { &others } else { &*BIG };
+        serve(files, "c0ffee", &listing, request)
+    });
+    (server, on)
+}
+
+#[test]
+fn a_part_of_a_verified_file_that_comes_again_must_be_what_it_was() {
+    let mut other = bytes(&BIG[WEIGHTS]).to_vec();
+    other[20_000..].iter_mut().for_each(|byte| *byte ^= 1);
+    let (server, bad) = switching(other, |_| true);
+    for sources in [url, hub] {
+        for (damaged, gone) in [(false, false), (true, false), (false, true), (true, true)] {
+            let store = Scratch::new();
+            bad.store(false, Ordering::SeqCst);
+            load(sources(&server, Some(&store)), None).unwrap();
+            let block = store.blocks().into_iter().min_by_key(|block| block.metadata().unwrap().len()).unwrap();
+            if gone {
+                std::fs::remove_file(&block).unwrap();
+            } else {
+                let mut content = std::fs::read(&block).unwrap();
+                *content.last_mut().unwrap() ^= 1;
+                std::fs::write(&block, content).unwrap();
+            }
+            bad.store(damaged, Ordering::SeqCst);
+            server.forget();
+            let done = load(sources(&server, Some(&store)), None);
+            assert!(weights_sent(&server, &BIG) < data_bytes() / 2, "only a part comes again");
+            if damaged {
+                refused(done, &["came once more", WEIGHTS]);
+                assert!(store.files().is_empty(), "{:?}", store.files());
+            } else {
+                assert_eq!(done.unwrap().logits, *EXPECTED, "control");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_was_made_of_bytes_that_no_hash_covers_is_made_again() {
+    // Weights of the first batch; the stream they come in never ends.
+    let mut other = bytes(&BIG[WEIGHTS]).to_vec();
+    other[5_000_000..5_004_000].iter_mut().for_each(|byte| *byte ^= 1);
+    let mut flawed = BIG.clone();
+    flawed.insert(WEIGHTS.into(), Content::from(other.as_slice()));
+    assert_ne!(from_folder(&flawed, None), *EXPECTED, "control: it is another model");
+    let (server, bad) = switching(other, |_| true);
+    for way in 0..3 {
+        let store = Scratch::new();
+        bad.store(true, Ordering::SeqCst);
+        stopped_at(hub(&server, Some(&store)), 20 << 20);
+        assert!(!store.blocks().is_empty());
+        bad.store(false, Ordering::SeqCst);
+        match way {
+            // Another form comes whole and is verified.
+            0 => assert_eq!(load(hub(&server, Some(&store)), Some(Quantize::Q4)).unwrap().logits, *EXPECTED_Q4),
+            // It is on its way, and has a resume point.
+            1 => {
+                let stopped = block_on(loaded(
+                    &mut hub(&server, Some(&store)),
+                    Some(Quantize::Q4),
+                    |event| !matches!(event, LoadEvent::Progress(progress) if progress.done > 30 << 20),
+                ));
+                assert!(matches!(stopped, Err(Error::Aborted(_))));
+            }
+            _ => {
+                let resume = store.files().into_iter().find(|file| name_of(file) == "resume").unwrap();
+                std::fs::remove_file(resume).unwrap();
+            }
+        }
+        server.forget();
+        let done = load(hub(&server, Some(&store)), None).unwrap();
+        assert_eq!((done.logits, done.warnings), (EXPECTED.clone(), vec![]), "way {way}");
+        assert!(weights_sent(&server, &BIG) >= data_bytes());
+        server.forget();
+        assert_eq!(load(hub(&server, Some(&store)), None).unwrap().logits, *EXPECTED);
+        assert_eq!(weights_sent(&server, &BIG), 0);
+    }
+    // Control: with its resume point the hash finds it.
+    let store = Scratch::new();
+    bad.store(true, Ordering::SeqCst);
+    stopped_at(hub(&server, Some(&store)), 20 << 20);
+    bad.store(false, Ordering::SeqCst);
+    refused(load(hub(&server, Some(&store)), None), &["SHA-256"]);
+    assert!(store.files().is_empty());
+}
+
+#[test]
+fn the_header_must_be_the_one_that_passes_in_the_stream() {
+    // Two layers' gates change names: another header of the same length.
+    let right = bytes(&BIG[WEIGHTS]).to_vec();
+    let [a, b] = ["layers.0.mlp.gate_proj", "layers.1.mlp.gate_proj"].map(str::as_bytes);
+    let places = |name: &[u8]| right[..60_000].windows(name.len()).position(|window| window == name).unwrap();
+    let mut other = right.clone();
+    other[places(a)..][..a.len()].copy_from_slice(b);
+    other[places(b)..][..b.len()].copy_from_slice(a);
+    let mut flawed = BIG.clone();
+    flawed.insert(WEIGHTS.into(), Content::from(other.as_slice()));
+    assert_ne!(from_folder(&flawed, None), *EXPECTED, "control: it is another model");
+    let (server, bad) = switching(other, |request| request.range.is_some_and(|(_, to)| to.is_some()));
+    for sources in [url, hub] {
+        for stored in [false, true] {
+            let store = Scratch::new();
+            let place = stored.then_some(&store);
+            bad.store(true, Ordering::SeqCst);
+            refused(load(sources(&server, place), None), &["changed on the server", WEIGHTS]);
+            assert!(store.files().is_empty());
+            bad.store(false, Ordering::SeqCst);
+            assert_eq!(load(sources(&server, place), None).unwrap().logits, *EXPECTED, "control");
+        }
+    }
+    // One that is lost from the store comes alone, and must be the verified one; else all of it passes again.
+    for damaged in [false, true] {
+        let store = Scratch::new();
+        bad.store(false, Ordering::SeqCst);
+        load(hub(&server, Some(&store)), None).unwrap();
+        let sides = store.files().into_iter().filter(|file| name_of(file).starts_with("side-"));
+        sides.for_each(|side| std::fs::remove_file(side).unwrap());
+        bad.store(damaged, Ordering::SeqCst);
+        server.forget();
+        let done = load(hub(&server, Some(&store)), None);
+        if damaged {
+            refused(done, &["changed on the server", WEIGHTS]);
+        } else {
+            assert_eq!(done.unwrap().logits, *EXPECTED);
+            assert!(server.sent() < 1 << 20);
+        }
+    }
 }
 
 #[test]

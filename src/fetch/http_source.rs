@@ -110,8 +110,12 @@ struct Remote<B> {
     /// Whether what came is a web page.
     web_page: bool,
     hash: Option<RunningHash>,
-    /// The hash's state at the starts of blocks.
+    /// The hash's state at the starts of blocks, and at the file's end.
     saved: Vec<(u64, String)>,
+    /// The hash's state at a byte up to which the file had come before it was taken up.
+    awaited: Option<(u64, String)>,
+    /// What was read before the stream, to be held against what passes.
+    ahead: Vec<Ahead>,
     blocks: BTreeMap<u64, Vec<u8>>,
     /// Bytes of each block that will still be asked for; `None` while that is not known.
     due: Option<BTreeMap<u64, u64>>,
@@ -124,6 +128,15 @@ struct Remote<B> {
     /// Blocks for which there is no room, until the caller takes them.
     over: Vec<(u64, Vec<u8>)>,
     checked: bool,
+}
+
+/// Bytes that were read before they passed, most often a header.
+#[derive(Debug)]
+struct Ahead {
+    range: Range<u64>,
+    hash: Hash,
+    /// Of what has passed of them.
+    passed: RunningHash,
 }
 
 /// Bytes kept, over all files.
@@ -262,7 +275,11 @@ impl<T: Transport> Net<T> {
 }
 
 fn failure(file: &str, url: &str, message: String) -> HttpFailure {
-    HttpFailure { message, file: file.to_owned(), url: url.to_owned(), status: None, missing: false }
+    HttpFailure { message, file: file.to_owned(), url: url.to_owned(), status: None, missing: false, changed: false }
+}
+
+fn broke_a_promise(error: &Error) -> bool {
+    matches!(error, Error::Http(failure) if failure.changed)
 }
 
 fn stopped() -> Error {
@@ -440,6 +457,29 @@ impl<T: Transport> HttpSource<T> {
         }
     }
 
+    /// Has bytes of a file that were read some other time held to their hash when they pass.
+    pub fn hold_to(&mut self, file: &str, range: Range<u64>, hash: Hash) {
+        if let Some(remote) = self.passing(file) {
+            remote.hold_to(range, hash);
+        }
+    }
+
+    /// Has the state of a file's hash at byte `at`, the start of a block or the file's end, held to `state`.
+    pub fn await_hash(&mut self, file: &str, at: u64, state: &str) {
+        if let Some(remote) = self.passing(file) {
+            remote.awaited = Some((at, state.to_owned())).filter(|_| at > remote.at);
+        }
+    }
+
+    /// The state of a file's hash that is still awaited, or else the last one that was saved, with its byte.
+    #[must_use]
+    pub fn last_hash(&self, file: &str) -> Option<(u64, String)> {
+        match self.files.get(file) {
+            Some(Opened::Weights(remote)) => remote.awaited.as_ref().or(remote.saved.last()).cloned(),
+            _ => None,
+        }
+    }
+
     /// The state of a file's hash at `at`, the start of a block that has passed. States before it are forgotten.
     pub fn hash_at(&mut self, file: &str, at: u64) -> Option<String> {
         let remote = self.passing(file)?;
@@ -472,7 +512,7 @@ impl<T: Transport> HttpSource<T> {
         }
         let passed = remote.advance(net, kept, Some(index)).await;
         if let Err(error) = &passed {
-            self.distrusted |= remote.broke_a_promise(error);
+            self.distrusted |= broke_a_promise(error);
         }
         passed.map(|()| true)
     }
@@ -562,6 +602,8 @@ impl<T: Transport> HttpSource<T> {
         (remote.at, remote.began, remote.skip) = (at, at, 0);
         remote.filling.clear();
         remote.hash = hash;
+        // What begins before the stream does not pass whole.
+        remote.ahead.retain(|ahead| ahead.range.start >= at);
         // One by one: collecting would bring a sort of its own into the module.
         for (index, sum) in sums {
             remote.sums.insert(*index, *sum);
@@ -595,7 +637,7 @@ impl<T: Transport> HttpSource<T> {
         if let (Some(expected), false) = (remote.sha256, remote.checked) {
             while remote.at < remote.size {
                 if let Err(error) = remote.advance(net, kept, None).await {
-                    self.distrusted |= remote.broke_a_promise(&error);
+                    self.distrusted |= broke_a_promise(&error);
                     return Err(error);
                 }
             }
@@ -609,7 +651,7 @@ impl<T: Transport> HttpSource<T> {
                     hex(&expected),
                     remote.url
                 );
-                return Err(Error::Http(Box::new(failure(file, &remote.url, message))));
+                return Err(Error::Http(Box::new(HttpFailure { changed: true, ..failure(file, &remote.url, message) })));
             }
         }
         remote.checked = true;
@@ -720,6 +762,8 @@ impl<T: Transport> HttpSource<T> {
             web_page: false,
             hash: listed.sha256.map(|_| RunningHash::default()),
             saved: Vec::new(),
+            awaited: None,
+            ahead: Vec::new(),
             blocks: BTreeMap::new(),
             due: None,
             sums: BTreeMap::new(),
@@ -812,26 +856,25 @@ impl<B: Body> Remote<B> {
         block.min(self.size.saturating_sub(index * block))
     }
 
-    fn error(&self, what: &str) -> Error {
+    fn error(&self, what: &str, changed: bool) -> Error {
         let message = format!("{} {what} ({}). Load the model again.", self.file, self.url);
-        Error::Http(Box::new(failure(&self.file, &self.url, message)))
+        Error::Http(Box::new(HttpFailure { changed, ..failure(&self.file, &self.url, message) }))
     }
 
-    /// Whether an error says that the server gave other bytes than it had promised.
-    fn broke_a_promise(&self, error: &Error) -> bool {
-        let promises = ["changed on the server", "became shorter", "more than its", "came from byte", "is listed with"];
-        matches!(error, Error::Http(what) if promises.iter().any(|promise| what.message.contains(promise)))
+    /// Says that the server gave other bytes than it had promised.
+    fn broken_promise(&self, what: &str) -> Error {
+        self.error(what, true)
     }
 
     /// Refuses an answer that is not the file that was opened, or does not begin at `at`.
     fn check(&mut self, answer: &Answer<B>, at: u64) -> Result<()> {
         if answer.status == 416 {
-            return Err(self.error(&format!("became shorter while it was read: it has no byte {at} any more")));
+            return Err(self.broken_promise(&format!("became shorter while it was read: it has no byte {at} any more")));
         }
         match (&self.version, version(answer)) {
             // A hub's files lie on several hosts, which may name the same version differently; its hash decides.
             (Some(first), Some(now)) if *first != now && self.sha256.is_none() => {
-                return Err(self.error("changed on the server while it was read"));
+                return Err(self.broken_promise("changed on the server while it was read"));
             }
             (None, Some(now)) => self.version = Some(now),
             _ => {}
@@ -845,8 +888,9 @@ impl<B: Body> Remote<B> {
             });
         if answer.status == 206 {
             if let Some(came) = start.filter(|came| *came != at) {
-                return Err(self
-                    .error(&format!("was asked for from byte {at} and came from byte {came}: the server's ranges are broken")));
+                return Err(self.broken_promise(&format!(
+                    "was asked for from byte {at} and came from byte {came}: the server's ranges are broken"
+                )));
             }
         }
         let encoded = answer.header("content-encoding").is_some_and(|how| how != "identity");
@@ -855,9 +899,9 @@ impl<B: Body> Remote<B> {
             Some(size) if size != self.size => {
                 let known =
                     if self.sha256.is_some() { "is listed with" } else { "changed on the server while it was read: it had" };
-                Err(self.error(&format!("{known} {} bytes, but has {size}", self.size)))
+                Err(self.broken_promise(&format!("{known} {} bytes, but has {size}", self.size)))
             }
-            _ if encoded => Err(self.error("comes compressed; serve it uncompressed")),
+            _ if encoded => Err(self.error("comes compressed; serve it uncompressed", false)),
             _ => Ok(()),
         }
     }
@@ -927,7 +971,8 @@ impl<B: Body> Remote<B> {
     fn absorb(&mut self, block: u64, mut bytes: &[u8], kept: &mut Kept, wanted: Option<u64>) -> Result<()> {
         if bytes.len() as u64 > self.size - self.at {
             self.stream = None;
-            return Err(self.error(&format!("has more than its {} bytes: the server says one size and sends another", self.size)));
+            return Err(self
+                .broken_promise(&format!("has more than its {} bytes: the server says one size and sends another", self.size)));
         }
         // A page that does not say that it is one shows in its first bytes.
         if self.at == 0 && is_web_page(bytes) {
@@ -941,9 +986,13 @@ impl<B: Body> Remote<B> {
             bytes = later;
             if let Some(hash) = &mut self.hash {
                 hash.update(now);
-                if until % block == 0 {
+                if until % block == 0 || until == self.size {
                     self.saved.push((until, hash.save()));
                 }
+            }
+            if !self.is_as_before(now, until) {
+                self.stream = None;
+                return Err(self.broken_promise("changed on the server while it was read"));
             }
             // As a block is kept, it takes no more than its bytes.
             if self.filling.is_empty() {
@@ -959,6 +1008,32 @@ impl<B: Body> Remote<B> {
         Ok(())
     }
 
+    /// Has the bytes of `range` held to `hash` when they pass.
+    fn hold_to(&mut self, range: Range<u64>, hash: Hash) {
+        self.ahead.retain(|ahead| ahead.range != range);
+        self.ahead.push(Ahead { range, hash, passed: RunningHash::default() });
+    }
+
+    /// Whether `now`, which pass up to byte `until`, are what they were when they came before.
+    fn is_as_before(&mut self, now: &[u8], until: u64) -> bool {
+        if let Some((_, expected)) = self.awaited.take_if(|(at, _)| *at == until)
+            && self.saved.last().is_none_or(|(at, state)| *at != until || *state != expected)
+        {
+            return false;
+        }
+        self.ahead.iter_mut().all(|Ahead { range, hash, passed }| {
+            let (from, to) = (range.start.max(self.at), range.end.min(until));
+            if from >= to {
+                return true;
+            }
+            if from == range.start {
+                *passed = RunningHash::default();
+            }
+            passed.update(now.get((from - self.at) as usize..(to - self.at) as usize).unwrap_or_default());
+            to < range.end || passed.clone().finish() == *hash
+        })
+    }
+
     /// Keeps a block that passed, if it will be asked for and there is room.
     fn pass(&mut self, index: u64, bytes: Vec<u8>, kept: &mut Kept, wanted: Option<u64>) -> Result<()> {
         let asked_for = self.due.as_ref().is_none_or(|due| due.contains_key(&index));
@@ -966,7 +1041,7 @@ impl<B: Body> Remote<B> {
             return Ok(());
         }
         if self.sums.get(&index).is_some_and(|known| *known != sum(&bytes)) {
-            return Err(self.error("changed on the server while it was read"));
+            return Err(self.broken_promise("changed on the server while it was read"));
         }
         let no_room = kept.bytes + bytes.len() as u64 > kept.limit;
         if no_room && wanted != Some(index) {
@@ -1035,6 +1110,8 @@ impl<B: Body> Remote<B> {
                 Ok(mut answer) if answer.status == 200 => {
                     self.check_or_page(&mut answer, 0).await.map_err(Trouble::into_error)?;
                     self.ranges = Some(false);
+                    // What comes once more must be the same.
+                    self.awaited = self.awaited.take().or(self.saved.last().cloned());
                     (self.at, self.began, self.skip) = (0, 0, 0);
                     self.filling.clear();
                     self.hash = self.sha256.filter(|_| !self.checked).map(|_| RunningHash::default());
@@ -1080,7 +1157,7 @@ impl<B: Body> Remote<B> {
         let start = index * block;
         let Some(bytes) = self.fetch(net, start..start + self.block_bytes(block, index), None).await? else { return Ok(()) };
         if self.sums.get(&index).is_some_and(|known| *known != sum(&bytes)) {
-            return Err(self.error("changed on the server while it was read"));
+            return Err(self.broken_promise("changed on the server while it was read"));
         }
         self.keep(index, bytes, kept);
         self.make_room(index, kept);
@@ -1090,14 +1167,18 @@ impl<B: Body> Remote<B> {
     /// Bytes `range`, which lie in the file.
     async fn read<T: Transport<Body = B>>(&mut self, net: &mut Net<T>, kept: &mut Kept, range: Range<u64>) -> Result<Vec<u8>> {
         // Headers, while it is not known what will be read: no reason to start the stream.
-        if let Some(head) = self.head.get(range.start as usize..range.end as usize) {
-            return Ok(head.to_vec());
+        let in_head = usize::try_from(range.start).and_then(|start| Ok(start..usize::try_from(range.end)?));
+        if let Some(head) = in_head.ok().and_then(|range| self.head.get(range)) {
+            let head = head.to_vec();
+            self.hold_to(range, running_hash::hash(&head));
+            return Ok(head);
         }
         let idle = self.due.is_none() && self.stream.is_none() && self.at == 0 && self.ranges != Some(false);
         if idle && let Some(bytes) = self.fetch(net, range.clone(), None).await? {
             if range.start == 0 && is_web_page(&bytes) {
                 return Err(web_page(&self.file, &self.url).into_error());
             }
+            self.hold_to(range, running_hash::hash(&bytes));
             return Ok(bytes);
         }
         let block = net.options.block_bytes;
@@ -1181,7 +1262,7 @@ impl<T: Transport> ByteSource for HttpSource<T> {
             Some(Opened::Weights(remote)) => {
                 let read = remote.read(net, kept, range).await;
                 if let Err(error) = &read {
-                    self.distrusted |= remote.broke_a_promise(error);
+                    self.distrusted |= broke_a_promise(error);
                 }
                 read
             }

@@ -483,3 +483,58 @@ fn two_files_may_be_read_in_turns() {
     // Three take turns on two streams; parked ones go on where they were.
     assert!(server.asked.borrow().iter().all(|asked| asked.range.unwrap().1.is_none()));
 }
+
+#[test]
+fn what_comes_once_more_is_held_to_its_state() {
+    let state = |bytes: u64| {
+        let mut hash = RunningHash::default();
+        hash.update(&file()[..bytes as usize]);
+        hash.save()
+    };
+    let listing = Listing {
+        commit: "c".into(),
+        files: [(NAME.to_owned(), Listed { size: Some(50_001), sha256: Some(running_hash::hash(&file())) })].into(),
+    };
+    for (until, of, right) in
+        [(3 * BLOCK, 3 * BLOCK, true), (50_001, 50_001, true), (3 * BLOCK, 2 * BLOCK, false), (50_001, 0, false)]
+    {
+        let mut source = source(&ranged(), options());
+        source.set_listing(listing.clone());
+        let taken_up = source.take_up(NAME, BLOCK, RunningHash::restore(&state(BLOCK)), &[]);
+        pollster::block_on(taken_up).unwrap();
+        source.await_hash(NAME, until, &state(of));
+        assert_eq!(source.last_hash(NAME), Some((until, state(of))), "it stays until it has passed");
+        let done = pollster::block_on(source.finish(NAME));
+        if right {
+            done.unwrap();
+            assert_eq!(source.last_hash(NAME), Some((50_001, state(50_001))));
+        } else {
+            assert!(refused(done, "changed on the server").changed);
+        }
+        assert_eq!(source.distrusted(), !right);
+    }
+}
+
+#[test]
+fn what_was_read_ahead_is_held_to_what_passes() {
+    for (flaw, right) in [(None, true), (Some(5_000), true), (Some(100), false), (Some(4_200), false)] {
+        let server = FakeServer::new(move |asked| {
+            let mut file = file();
+            if let (Some(at), Some((_, Some(_)))) = (flaw, asked.range) {
+                file[at] ^= 1;
+            }
+            Some(Reply::ranged(asked, &file, "\"1\""))
+        });
+        let mut source = source(&server, options());
+        for range in [0..8, 8..4_300] {
+            pollster::block_on(source.read(NAME, range)).unwrap();
+        }
+        let reads = [(NAME.to_owned(), 40_000..50_001)];
+        source.expect(&reads);
+        let done = pollster::block_on(source.read(NAME, 40_000..50_001));
+        assert_eq!(done.is_ok(), right, "{flaw:?}: {done:?}");
+        if !right {
+            assert!(refused(done, "changed on the server").changed);
+        }
+    }
+}

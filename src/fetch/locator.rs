@@ -257,6 +257,14 @@ mod tests {
         refused("a/b", None, Some("huggingface.co"), "hub's address");
     }
 
+    /// The page compares origins before a request is made, so it knows the hub's address too.
+    #[test]
+    fn the_page_knows_the_same_hub() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/pkg/src/options.ts");
+        let page = std::fs::read_to_string(path).unwrap();
+        assert!(page.contains(&format!("const HUB_ORIGIN = '{HUB_ENDPOINT}';")), "{HUB_ENDPOINT} is not what {path} has");
+    }
+
     #[test]
     fn listings() {
         let sha = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";

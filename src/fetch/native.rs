@@ -110,14 +110,16 @@ fn origin(url: &str) -> String {
 /// The address that `location` means on the page `url`.
 fn join(url: &str, location: &str) -> String {
     let location = location.split('#').next().unwrap_or_default();
-    if location.contains("://") {
+    // An address may stand in a query, too: only what comes first is a scheme.
+    let first = location.split(['/', '?', '#']).next().unwrap_or_default();
+    if first.ends_with(':') && location.get(first.len()..).is_some_and(|rest| rest.starts_with("//")) {
         return location.to_owned();
     }
     let (scheme, rest) = url.split_once("://").unwrap_or_default();
     if let Some(host) = location.strip_prefix("//") {
         return format!("{scheme}://{host}");
     }
-    let host = rest.split('/').next().unwrap_or_default();
+    let host = rest.split(['/', '?', '#']).next().unwrap_or_default();
     if location.starts_with('/') {
         return format!("{scheme}://{host}{location}");
     }
@@ -379,6 +381,11 @@ mod tests {
         assert_eq!(join(at, "/c?d#e"), "https://a.org:8/c?d");
         assert_eq!(join(at, "c"), "https://a.org:8/x/c");
         assert_eq!(join("https://a.org", "c"), "https://a.org/c");
+        // An address in a query is none to go to.
+        assert_eq!(join(at, "/c?to=https://b.org/d"), "https://a.org:8/c?to=https://b.org/d");
+        assert_eq!(join(at, "c?to=https://b.org/d"), "https://a.org:8/x/c?to=https://b.org/d");
+        assert_eq!(join("https://a.org?q=/x", "/c"), "https://a.org/c");
+        assert_eq!(join(at, "http://b.org?c"), "http://b.org?c");
     }
 
     #[test]

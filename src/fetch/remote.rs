@@ -8,15 +8,15 @@ use web_time::{SystemTime, UNIX_EPOCH};
 
 use super::http_source::{HttpOptions, HttpSource};
 use super::locator::{Listing, Locator};
-use super::running_hash::RunningHash;
+use super::running_hash::{self, Hash, RunningHash};
 use super::store::{
     self, BlobStore, MANIFEST, Manifest, RAW, RESUME, ResumePoint, StoreFailure, StoredListing, StoredWeights, VERSION,
     entry_name, read_manifest, read_resume, side_name,
 };
 use super::transport::Transport;
-use crate::error::{Error, Result};
+use crate::error::{Error, HttpFailure, Result};
 use crate::weights::source::{ByteSource, Step, Survey, Traffic, Warning};
-use crate::weights::stored_block::{seal, unseal};
+use crate::weights::stored_block::{checksum, head_sum, seal, unseal};
 
 /// Of a file that is verified, so small a part is fetched by range if it is missing; more, and the whole file passes again.
 const SMALL_PART: u64 = 8;
@@ -72,8 +72,8 @@ struct Entry {
     known: bool,
     /// Whether it is written to.
     writable: bool,
-    /// Why it cannot be written to by anyone.
-    closed: Option<StoreFailure>,
+    /// Why it is not written to, to be told when there is something to store.
+    closed: Option<Closed>,
     /// Whether the revision could not be checked, so that nothing but the store counts.
     offline: bool,
     /// Whether what is stored of small files is still what the source has: it is, at a commit.
@@ -81,6 +81,8 @@ struct Entry {
     resume: BTreeMap<String, ResumePoint>,
     /// Small files and headers that will be stored when weights begin to come: then they have been understood.
     sides: BTreeMap<String, Vec<u8>>,
+    /// What was read of weights files before their weights.
+    heads: BTreeMap<String, Vec<Head>>,
     /// Blobs that are there.
     present: BTreeSet<String>,
     /// Blobs that this loading wrote.
@@ -96,11 +98,35 @@ struct Entry {
     lost: bool,
 }
 
+/// Why an entry is not written to.
+#[derive(Debug)]
+enum Closed {
+    /// Another loading writes to it.
+    Busy,
+    /// Nobody can.
+    Failed(StoreFailure),
+}
+
+/// A part of a weights file that was read before its weights: of its header.
+#[derive(Debug, Clone)]
+struct Head {
+    range: Range<u64>,
+    hash: Hash,
+    /// Its blob, and the sum in that one's head.
+    blob: String,
+    sum: u64,
+}
+
 /// A step and its blob.
 #[derive(Debug)]
 struct Kept {
     blob: String,
+    /// Whether the blob is there, made of bytes that were or will be held against the hash of their file.
     stored: bool,
+    /// The sum in the blob's head, as it is or must be.
+    sum: Option<u64>,
+    /// Files that the step reads.
+    reads: BTreeSet<String>,
     /// Files that no later step reads.
     ends: Vec<String>,
 }
@@ -201,7 +227,7 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
         };
         // A commit never means anything else, so the hub need not be asked.
         let is_commit = asked.as_deref().is_some_and(|asked| asked.len() == 40 && asked.bytes().all(|c| c.is_ascii_hexdigit()));
-        let of_commit = asked.as_deref().filter(|_| is_commit).map(|asked| entry_name(&source, asked));
+        let of_commit = asked.as_deref().filter(|_| is_commit).map(|asked| entry_name(self.role.name(), &source, asked));
         let of_commit = match of_commit {
             Some(name) => self.manifest(&name).await.filter(|manifest| manifest.complete).map(|manifest| (name, manifest)),
             None => None,
@@ -211,7 +237,7 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
             None => match self.revision_or_stored(&source, asked.as_deref()).await {
                 None => return self.take_entry().await,
                 Some(Ok(Some(revision))) => {
-                    let name = entry_name(&source, &revision);
+                    let name = entry_name(self.role.name(), &source, &revision);
                     match self.manifest(&name).await {
                         Some(manifest) => (name, Some(manifest), false),
                         None => {
@@ -255,6 +281,18 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
     async fn take_entry(&mut self) -> Result<()> {
         let (Some(entry), Some(store)) = (&mut self.entry, &self.store) else { return Ok(()) };
         let prefix = format!("{}/", entry.name);
+        // First of all, as it may be waited for: what is read afterwards nobody else changes.
+        match store.lock(&entry.name).await {
+            Ok(true) => entry.writable = true,
+            Ok(false) => entry.closed = Some(Closed::Busy),
+            // A store that is read only may have it all.
+            Err(failure) => entry.closed = Some(Closed::Failed(failure)),
+        }
+        let manifest = store.get(&format!("{prefix}{MANIFEST}")).await;
+        match manifest.as_deref().and_then(read_manifest) {
+            Some(manifest) => (entry.manifest, entry.known) = (manifest, true),
+            None => (entry.manifest.complete, entry.known) = (false, false),
+        }
         let listed = store.list(&prefix).await;
         entry.present = listed.into_iter().filter_map(|(name, _)| name.strip_prefix(&prefix).map(str::to_owned)).collect();
         if let Some(listing) = &entry.manifest.listing {
@@ -265,16 +303,6 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
         }
         let resume = store.get(&format!("{prefix}{RESUME}")).await;
         entry.resume = resume.and_then(|bytes| read_resume(&bytes)).unwrap_or_default();
-        match store.lock(&entry.name).await {
-            Ok(true) => entry.writable = true,
-            Ok(false) => {
-                let message =
-                    format!("{} is being loaded elsewhere at the same time; this time nothing of it is stored", self.location);
-                self.warn("store-busy", message);
-            }
-            // Told when there is something to store: a store that is read only may have it all.
-            Err(failure) => entry.closed = Some(failure),
-        }
         Ok(())
     }
 
@@ -331,9 +359,10 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
         };
         let mut newest: Option<(String, Manifest)> = None;
         if let (false, Some(store)) = (lasting, &self.store) {
-            let prefix = format!("{}-", store::short_hash(source));
+            let prefix = entry_name(self.role.name(), source, "");
+            let prefix = prefix.split_inclusive('-').next().unwrap_or_default();
             let manifests = store.list("").await.into_iter().map(|(name, _)| name);
-            let manifests = manifests.filter(|name| name.starts_with(&prefix) && name.ends_with(&format!("/{MANIFEST}")));
+            let manifests = manifests.filter(|name| name.starts_with(prefix) && name.ends_with(&format!("/{MANIFEST}")));
             for name in manifests.collect::<Vec<_>>() {
                 let name = name.trim_end_matches(MANIFEST).trim_end_matches('/').to_owned();
                 let Some(manifest) = self.manifest(&name).await.filter(|m| m.complete) else { continue };
@@ -368,6 +397,15 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
         if let Some(entry) = self.entry.as_mut().filter(|entry| entry.writable) {
             entry.sides.insert(side_name(file, part), bytes.to_vec());
         }
+    }
+
+    /// Remembers what of a weights file was read before its weights: the same must pass.
+    fn remember_head(&mut self, file: &str, part: Option<&Range<u64>>, bytes: &[u8]) {
+        let (Some(entry), Some(range)) = (&mut self.entry, part) else { return };
+        let heads = entry.heads.entry(file.to_owned()).or_default();
+        heads.retain(|head| head.range != *range);
+        let (hash, sum) = (running_hash::hash(bytes), checksum(bytes));
+        heads.push(Head { range: range.clone(), hash, blob: side_name(file, part), sum });
     }
 
     /// Whether what is stored of small files needs no look at the network.
@@ -411,15 +449,29 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
             let (Some(entry), Some(store)) = (&mut self.entry, &self.store) else { return };
             entry.writable = false;
             entry.lost = true;
-            // What made the model loadable without a network stays; what this loading added goes.
-            if entry.manifest.complete && entry.known {
-                for blob in entry.written.iter().filter(|blob| blob.starts_with("block-")) {
-                    store.remove(&format!("{}/{blob}", entry.name)).await;
+            match failure {
+                // Another loading may go on with what is stored.
+                StoreFailure::Other(_) => {}
+                // What made the model loadable without a network stays; what this loading added goes.
+                StoreFailure::Full if entry.manifest.complete && entry.known => {
+                    for blob in entry.written.iter().filter(|blob| blob.starts_with("block-")) {
+                        store.remove(&format!("{}/{blob}", entry.name)).await;
+                    }
                 }
-            } else {
-                store.remove(&format!("{}/", entry.name)).await;
+                StoreFailure::Full => store.remove(&format!("{}/", entry.name)).await,
             }
             return self.warn_of(failure);
+        }
+    }
+
+    fn warn_of_closed(&mut self, closed: Closed) {
+        match closed {
+            Closed::Failed(failure) => self.warn_of(failure),
+            Closed::Busy => {
+                let message =
+                    format!("{} is being loaded elsewhere at the same time; this time nothing of it is stored", self.location);
+                self.warn("store-busy", message);
+            }
         }
     }
 
@@ -467,12 +519,40 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
 
     /// What is stored of `steps`, and how each file is to be read.
     async fn plan(&mut self, steps: &[Step]) -> Result<(Vec<Kept>, BTreeMap<String, Shelf>)> {
+        loop {
+            let (kept, files) = self.plan_by_points(steps).await?;
+            // What is built on a resume point that cannot be gone on from counts for nothing.
+            let vain = |file: &String| files.get(file).is_some_and(|shelf| shelf.way == Way::Stream);
+            let Some(entry) = &mut self.entry else { return Ok((kept, files)) };
+            let points = entry.resume.len();
+            entry.resume.retain(|file, _| !vain(file));
+            if entry.resume.len() == points {
+                return Ok((kept, files));
+            }
+        }
+    }
+
+    /// The sum of a blob of `file` that was verified with it; any, if no hash is listed that could verify one.
+    fn verified_sum(&self, file: &str, blob: &str) -> Option<u64> {
+        self.entry.as_ref()?.manifest.weights.get(file)?.blobs.get(blob).copied()
+    }
+
+    /// Whether a blob counts as made of `file`: it was verified with it, or will be if its resume point is gone on from.
+    fn counts(&self, file: &str, blob: &str) -> bool {
+        let point = self.entry.as_ref().and_then(|entry| entry.resume.get(file));
+        !self.is_listed(file) || self.verified_sum(file, blob).is_some() || point.is_some_and(|p| p.blobs.contains_key(blob))
+    }
+
+    /// [`RemoteSource::plan`], if all resume points are gone on from.
+    async fn plan_by_points(&mut self, steps: &[Step]) -> Result<(Vec<Kept>, BTreeMap<String, Shelf>)> {
         let block = self.http.block_bytes();
         let mut kept = Vec::with_capacity(steps.len());
         for step in steps {
             let blob = self.blob(step);
-            let stored = self.entry.as_ref().is_some_and(|entry| entry.present.contains(&blob));
-            kept.push(Kept { blob, stored, ends: Vec::new() });
+            let reads: BTreeSet<String> = step.reads.iter().map(|(file, _)| file.clone()).collect();
+            let present = self.entry.as_ref().is_some_and(|entry| entry.present.contains(&blob));
+            let stored = present && reads.iter().all(|file| self.counts(file, &blob));
+            kept.push(Kept { blob, stored, sum: None, reads, ends: Vec::new() });
         }
         let mut files: BTreeMap<String, Shelf> = BTreeMap::new();
         let mut needs: BTreeMap<&str, BTreeMap<u64, u64>> = BTreeMap::new();
@@ -505,12 +585,18 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
             let missing = shelf.missing;
             let known = entry.and_then(|entry| entry.manifest.weights.get(file)).cloned().unwrap_or_default();
             let listed = self.is_listed(file);
+            let heads = entry.and_then(|entry| entry.heads.get(file)).map_or(&[] as _, Vec::as_slice);
+            // Whether single parts may be fetched: there is something to hold what is made of them against.
+            let proven = known.verified
+                && heads.iter().all(|head| known.blobs.get(&head.blob) == Some(&head.sum))
+                && kept.iter().all(|kept| !kept.reads.contains(file) || known.blobs.contains_key(&kept.blob));
             let low = shelf.lacks(u64::MAX, block).next().map_or(shelf.size, |first| first.index * block);
             let point = entry.and_then(|entry| entry.resume.get(file)).filter(|point| {
                 point.block == block
                     && point.offset % block == 0
                     && point.offset <= shelf.size
                     && RunningHash::restore(&point.hash).is_some()
+                    && heads.iter().all(|head| point.blobs.get(&head.blob) == Some(&head.sum))
             });
             let sum = |index: u64| {
                 let sums = point.map_or(&[] as _, |point| point.sums.as_slice());
@@ -519,8 +605,8 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
             // What is needed before it must be stored, or else be fetched again and held against its sum.
             let sound = point.filter(|point| shelf.lacks(point.offset, block).all(|needed| sum(needed.index).is_some()));
             shelf.way = match (listed, sound) {
-                _ if missing == 0 && (known.verified || !listed) => Way::Parts,
-                _ if known.verified && missing <= known.size / SMALL_PART => Way::Parts,
+                (false, _) if missing == 0 => Way::Parts,
+                _ if (proven || (known.verified && !listed)) && missing <= known.size / SMALL_PART => Way::Parts,
                 (true, Some(point)) => {
                     shelf.blocks.iter_mut().for_each(|needed| needed.sum = sum(needed.index));
                     Way::TakenUp(point.offset, Some(point.hash.clone()))
@@ -535,6 +621,13 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
                 needed.open = needed.index >= began;
                 needed.raw &= !needed.open;
             }
+        }
+        for kept in &mut kept {
+            let point = |file: &String| {
+                let goes_on = files.get(file).is_some_and(|shelf| matches!(shelf.way, Way::TakenUp(..)));
+                self.entry.as_ref()?.resume.get(file).filter(|_| goes_on)?.blobs.get(&kept.blob).copied()
+            };
+            kept.sum = kept.reads.iter().find_map(|file| self.verified_sum(file, &kept.blob).or_else(|| point(file)));
         }
         Ok((kept, files))
     }
@@ -603,7 +696,7 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
                 break;
             }
         }
-        if self.move_resume_points()
+        if self.move_resume_points(false)
             && let (Some(entry), Some(store)) = (self.entry.as_ref().filter(|entry| entry.writable), &self.store)
         {
             // For want of room nothing is lost but the way that has been made since the last one.
@@ -662,8 +755,9 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
         !gone.is_empty()
     }
 
-    /// Moves the resume points to where all that is needed before them is stored. Whether any moved.
-    fn move_resume_points(&mut self) -> bool {
+    /// Moves the resume points to where all that is needed before them is stored, or, if something was `made`, notes it there.
+    /// Whether there is anything new.
+    fn move_resume_points(&mut self, made: bool) -> bool {
         let block = self.http.block_bytes();
         let Some(entry) = &mut self.entry else { return false };
         let mut moved = false;
@@ -671,10 +765,18 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
             let passed = self.http.passed(file) / block;
             let first = shelf.blocks.iter().find(|needed| needed.open);
             let offset = first.map_or(passed, |first| passed.min(first.index)) * block;
-            if entry.resume.get(file).is_none_or(|point| point.offset < offset)
-                && let Some(hash) = self.http.hash_at(file, offset)
+            let hash = match entry.resume.get(file) {
+                Some(point) if point.offset > offset || (point.offset == offset && !made) => None,
+                Some(point) if point.offset == offset => Some(point.hash.clone()),
+                _ => self.http.hash_at(file, offset),
+            };
+            if let Some(hash) = hash
+                && let Some((until, until_hash)) = self.http.last_hash(file)
             {
-                entry.resume.insert(file.clone(), ResumePoint { offset, block, hash, sums: shelf.sums() });
+                let mut blobs = entry.resume.remove(file).map(|point| point.blobs).unwrap_or_default();
+                blobs.extend(made_of(&entry.steps, &entry.heads, file, until));
+                let point = ResumePoint { offset, block, hash, until, until_hash, sums: shelf.sums(), blobs };
+                entry.resume.insert(file.clone(), point);
                 moved = true;
             }
         }
@@ -694,20 +796,42 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
         }
     }
 
+    /// Says that what was made of a part of `files` that came once more is not what was made of it before.
+    fn made_otherwise(&self, files: &BTreeSet<String>) -> Error {
+        let file = files.iter().next().map_or("", String::as_str);
+        let url = self.http.locator().file_url(file, self.http.listing().map(|listing| listing.commit.as_str()));
+        let message = format!(
+            "{file}: a part of it came once more, as what was stored of it is damaged, and is not what it was ({url}). It was \
+             damaged or exchanged on its way; nothing of it is kept. Load the model again."
+        );
+        let file = file.to_owned();
+        Error::Http(Box::new(HttpFailure { message, file, url, status: None, missing: false, changed: true }))
+    }
+
     /// Ends files whose last step has ended.
     async fn finish(&mut self, files: &[String]) -> Result<()> {
         for file in files {
             let finished = self.http.finish(file).await;
             self.checked(finished).await?;
-            if let Some(known) = self.entry.as_mut().and_then(|entry| entry.manifest.weights.get_mut(file)) {
-                known.verified = true;
-            }
             if let Some(entry) = &mut self.entry {
-                entry.resume.remove(file);
+                let point = entry.resume.remove(file);
+                if let Some(known) = entry.manifest.weights.get_mut(file) {
+                    known.verified = true;
+                    known.blobs.extend(point.map(|point| point.blobs).unwrap_or_default());
+                    known.blobs.extend(made_of(&entry.steps, &entry.heads, file, u64::MAX));
+                }
             }
         }
         Ok(())
     }
+}
+
+/// Blobs that are stored and made of the first `until` bytes of `file`, with their sums. Of what a step reads all has passed.
+fn made_of(steps: &[Kept], heads: &BTreeMap<String, Vec<Head>>, file: &str, until: u64) -> BTreeMap<String, u64> {
+    let steps = steps.iter().filter(|kept| kept.stored && kept.reads.contains(file));
+    let steps = steps.filter_map(|kept| Some((kept.blob.clone(), kept.sum?)));
+    let heads = heads.get(file).into_iter().flatten().filter(|head| head.range.end <= until);
+    steps.chain(heads.map(|head| (head.blob.clone(), head.sum))).collect()
 }
 
 impl Entry {
@@ -722,6 +846,7 @@ impl Entry {
             pinned: false,
             resume: BTreeMap::new(),
             sides: BTreeMap::new(),
+            heads: BTreeMap::new(),
             present: BTreeSet::new(),
             written: BTreeSet::new(),
             steps: Vec::new(),
@@ -765,7 +890,7 @@ impl<T: Transport, B: BlobStore> ByteSource for RemoteSource<T, B> {
                 Some(size) if is_weights(file) => {
                     let known = manifest.weights.entry(file.to_owned()).or_default();
                     if known.size != size || known.version != version {
-                        *known = StoredWeights { size, version, verified: false };
+                        *known = StoredWeights { size, version, ..StoredWeights::default() };
                         entry.resume.remove(file);
                         entry.changed.insert(file.to_owned());
                     }
@@ -790,6 +915,7 @@ impl<T: Transport, B: BlobStore> ByteSource for RemoteSource<T, B> {
         if ((whole && self.stored_counts()) || (part.is_some() && (header_counts || self.stored_counts())))
             && let Some(bytes) = self.side(file, part).await.filter(|bytes| bytes.len() as u64 == range.end - range.start)
         {
+            self.remember_head(file, part, &bytes);
             return Ok(bytes);
         }
         // A blob was not whole: only what is in it is fetched again.
@@ -804,6 +930,7 @@ impl<T: Transport, B: BlobStore> ByteSource for RemoteSource<T, B> {
         };
         let bytes = self.checked(bytes).await?;
         if whole || part.is_some() {
+            self.remember_head(file, part, &bytes);
             self.remember_side(file, part, &bytes);
         }
         Ok(bytes)
@@ -842,10 +969,19 @@ impl<T: Transport, B: BlobStore> ByteSource for RemoteSource<T, B> {
                         self.http.by_range(file).await?;
                     }
                 }
-                Way::Stream => self.http.take_up(file, 0, Some(RunningHash::default()), &[]).await?,
+                Way::Stream => {
+                    self.http.take_up(file, 0, Some(RunningHash::default()), &[]).await?;
+                    let heads = self.entry.as_ref().and_then(|entry| entry.heads.get(file));
+                    heads.into_iter().flatten().for_each(|head| self.http.hold_to(file, head.range.clone(), head.hash));
+                }
                 Way::TakenUp(at, hash) => {
                     let hash = hash.as_deref().and_then(RunningHash::restore);
                     self.http.take_up(file, *at, hash, &shelf.sums()).await?;
+                    if let Some(point) =
+                        self.entry.as_ref().and_then(|entry| entry.resume.get(file)).filter(|_| self.is_listed(file))
+                    {
+                        self.http.await_hash(file, point.until, &point.until_hash);
+                    }
                 }
             }
             if shelf.way != Way::Parts {
@@ -863,9 +999,9 @@ impl<T: Transport, B: BlobStore> ByteSource for RemoteSource<T, B> {
             traffic.expect(traffic.bytes() + to_come);
         }
         if kept.iter().any(|kept| !kept.stored)
-            && let Some(failure) = self.entry.as_mut().and_then(|entry| entry.closed.take())
+            && let Some(closed) = self.entry.as_mut().and_then(|entry| entry.closed.take())
         {
-            self.warn_of(failure);
+            self.warn_of_closed(closed);
         }
         let mut sides = BTreeMap::new();
         let raw = |shelf: &Shelf| -> Vec<String> {
@@ -874,8 +1010,6 @@ impl<T: Transport, B: BlobStore> ByteSource for RemoteSource<T, B> {
         let needed: Vec<String> = files.values().flat_map(raw).collect();
         self.clear_shelves(|blob| !needed.iter().any(|needed| needed == blob)).await;
         if let Some(entry) = &mut self.entry {
-            // What a stream from the start lays down takes the place of what is laid down.
-            entry.resume.retain(|file, _| files.get(file).is_none_or(|shelf| shelf.way != Way::Stream));
             (entry.steps, entry.files) = (kept, files);
             sides = std::mem::take(&mut entry.sides);
             entry.manifest.used = now();
@@ -891,15 +1025,22 @@ impl<T: Transport, B: BlobStore> ByteSource for RemoteSource<T, B> {
     }
 
     async fn stored(&mut self, step: usize) -> Result<Option<Vec<u8>>> {
-        let (Some(entry), Some(store)) = (&self.entry, &self.store) else { return Ok(None) };
-        match entry.steps.get(step).filter(|kept| kept.stored) {
-            Some(kept) => Ok(store.get(&format!("{}/{}", entry.name, kept.blob)).await),
-            None => Ok(None),
+        let (Some(entry), Some(store)) = (&mut self.entry, &self.store) else { return Ok(None) };
+        let Some(kept) = entry.steps.get_mut(step).filter(|kept| kept.stored) else { return Ok(None) };
+        let blob = store.get(&format!("{}/{}", entry.name, kept.blob)).await;
+        let sum = blob.as_deref().filter(|blob| unseal(blob).is_some()).and_then(head_sum);
+        if sum.is_none() || kept.sum.is_some_and(|known| sum != Some(known)) {
+            kept.stored = false;
+            return Ok(None);
         }
+        kept.sum = sum;
+        Ok(blob)
     }
 
     fn stores(&self) -> bool {
-        self.entry.as_ref().is_some_and(|entry| entry.writable)
+        // What is not stored may have to be held against a sum all the same.
+        let compares = |entry: &Entry| entry.steps.iter().any(|kept| !kept.stored && kept.sum.is_some());
+        self.entry.as_ref().is_some_and(|entry| entry.writable || compares(entry))
     }
 
     async fn end_step(&mut self, step: usize, made: Option<Vec<u8>>) -> Result<()> {
@@ -910,7 +1051,20 @@ impl<T: Transport, B: BlobStore> ByteSource for RemoteSource<T, B> {
         let ended: Vec<_> = ends.into_iter().filter(passes).collect();
         let was_made = made.is_some();
         match made {
-            Some(made) => self.put(&blob, &made).await,
+            Some(made) => {
+                let sum = head_sum(&made);
+                if kept.sum.is_some() && kept.sum != sum {
+                    let error = self.made_otherwise(&kept.reads);
+                    self.remove_entry().await;
+                    return Err(error);
+                }
+                self.put(&blob, &made).await;
+                if let Some(entry) = self.entry.as_mut().filter(|entry| entry.writable)
+                    && let Some(kept) = entry.steps.get_mut(step)
+                {
+                    (kept.stored, kept.sum) = (true, sum);
+                }
+            }
             None if !stored => {
                 if let Some(entry) = &mut self.entry {
                     entry.lost = true;
@@ -923,7 +1077,7 @@ impl<T: Transport, B: BlobStore> ByteSource for RemoteSource<T, B> {
         if was_made || stored {
             self.unshelve(step).await;
         }
-        if self.move_resume_points() && was_made {
+        if self.move_resume_points(was_made) && was_made {
             self.put_resume().await;
         }
         if !ended.is_empty() {
@@ -936,12 +1090,15 @@ impl<T: Transport, B: BlobStore> ByteSource for RemoteSource<T, B> {
 
     async fn end(&mut self) -> Result<()> {
         self.clear_shelves(|_| true).await;
-        let Some(entry) = &mut self.entry else { return Ok(()) };
-        if !entry.writable || entry.lost {
-            return Ok(());
-        }
+        let listing = self.http.listing();
+        let Some(entry) = self.entry.as_mut().filter(|entry| entry.writable && !entry.lost) else { return Ok(()) };
         // Where nothing is listed there is nothing to hold a file against.
-        entry.manifest.weights.values_mut().for_each(|known| known.verified = true);
+        let listed =
+            |file: &String| listing.and_then(|listing| listing.files.get(file)).is_some_and(|file| file.sha256.is_some());
+        for (file, known) in entry.manifest.weights.iter_mut().filter(|(file, _)| !listed(file)) {
+            known.verified = true;
+            known.blobs.extend(made_of(&entry.steps, &entry.heads, file, u64::MAX));
+        }
         entry.manifest.complete = true;
         let (name, asked) = (entry.name.clone(), entry.manifest.asked.clone());
         self.put_manifest().await;
@@ -968,7 +1125,7 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
         for entry in entries.iter().filter(|entry| entry.starts_with(source) && *entry != current) {
             let manifest = self.manifest(entry).await;
             // One whose manifest cannot be read is of no use to anyone.
-            let superseded = manifest.is_none_or(|manifest| manifest.asked.as_deref() == asked);
+            let superseded = manifest.is_none_or(|m| m.asked.as_deref() == asked && m.role == self.role.name());
             if superseded && store.lock(entry).await == Ok(true) {
                 store.remove(&format!("{entry}/")).await;
             }

@@ -148,6 +148,10 @@ pub struct StoredWeights {
     pub version: Option<String>,
     /// Whether all of it passed and had the hash that was listed, or no hash is listed and all that was asked for came.
     pub verified: bool,
+    /// Blobs made of it when that was so, with the sums that their heads carry: what is made again of single parts must have
+    /// the same. Of a file whose hash is listed no other blob counts, but those of a [`ResumePoint`].
+    #[serde(default)]
+    pub blobs: BTreeMap<String, u64>,
 }
 
 /// Where the download of a weights file goes on.
@@ -159,8 +163,14 @@ pub struct ResumePoint {
     pub block: u64,
     /// The state of the hash of what was before it.
     pub hash: String,
+    /// How far the file had come when this was laid down, at least: what comes once more up to there must be the same.
+    pub until: u64,
+    /// The state of the hash of what was before `until`.
+    pub until_hash: String,
     /// Numbers and sums of blocks before it, to hold a block against that has to come again.
     pub sums: Vec<(u64, u64)>,
+    /// Blobs made of what was before `until`, with the sums that their heads carry.
+    pub blobs: BTreeMap<String, u64>,
 }
 
 impl From<&Listing> for StoredListing {
@@ -186,10 +196,11 @@ pub fn short_hash(text: &str) -> String {
     hex(hash(text.as_bytes()).get(..8).unwrap_or_default())
 }
 
-/// The name of the entry for a revision of a source.
+/// The name of the entry for a revision of a source. A model and an adapter of one place have two; those of one role begin
+/// alike, up to a `-`.
 #[must_use]
-pub fn entry_name(source: &str, revision: &str) -> String {
-    format!("{}-{}", short_hash(source), short_hash(revision))
+pub fn entry_name(role: &str, source: &str, revision: &str) -> String {
+    format!("{}-{}", short_hash(&format!("{role} {source}")), short_hash(revision))
 }
 
 /// The name of the blob of a small file, or of a part of a weights file.
@@ -206,16 +217,19 @@ pub fn read_manifest(bytes: &[u8]) -> Option<Manifest> {
     (manifest.version == VERSION && manifest.sum == manifest.own_sum()).then_some(manifest)
 }
 
-/// Resume points by file, as [`read_resume`] reads them: a line for each, `offset block hash`, then ` number:sum` as often as there
-/// are sums, a tab, and the file.
+/// Resume points by file, as [`read_resume`] reads them: a line for each, `offset block hash until hash`, then ` number:sum` as
+/// often as there are sums, ` blob=sum` as often as there are blobs, a tab, and the file.
 #[must_use]
 pub fn write_resume(points: &BTreeMap<String, ResumePoint>) -> Vec<u8> {
     let mut text = String::new();
     // A name that would break a line is that of no file anyone has; its download begins anew.
     for (file, point) in points.iter().filter(|(file, _)| !file.contains('\n')) {
-        text += &format!("{} {} {}", point.offset, point.block, point.hash);
+        text += &format!("{} {} {} {} {}", point.offset, point.block, point.hash, point.until, point.until_hash);
         for (index, sum) in &point.sums {
             text += &format!(" {index}:{sum}");
+        }
+        for (blob, sum) in &point.blobs {
+            text += &format!(" {blob}={sum}");
         }
         text += &format!("\t{file}\n");
     }
@@ -232,12 +246,18 @@ pub fn read_resume(bytes: &[u8]) -> Option<BTreeMap<String, ResumePoint>> {
         let offset = words.next()?.parse().ok()?;
         let block = words.next()?.parse().ok()?;
         let hash = words.next()?.to_owned();
-        let mut sums = Vec::new();
+        let until = words.next()?.parse().ok()?;
+        let until_hash = words.next()?.to_owned();
+        let (mut sums, mut blobs) = (Vec::new(), BTreeMap::new());
         for word in words {
+            if let Some((blob, sum)) = word.split_once('=') {
+                blobs.insert(blob.to_owned(), sum.parse().ok()?);
+                continue;
+            }
             let (index, sum) = word.split_once(':')?;
             sums.push((index.parse().ok()?, sum.parse().ok()?));
         }
-        points.insert(file.to_owned(), ResumePoint { offset, block, hash, sums });
+        points.insert(file.to_owned(), ResumePoint { offset, block, hash, until, until_hash, sums, blobs });
     }
     Some(points)
 }
@@ -248,7 +268,15 @@ mod tests {
 
     #[test]
     fn resume_points_are_read_as_they_were_written() {
-        let point = |offset, sums: &[(u64, u64)]| ResumePoint { offset, block: 4, hash: "00ff".into(), sums: sums.to_vec() };
+        let point = |offset, sums: &[(u64, u64)]| ResumePoint {
+            offset,
+            block: 4,
+            hash: "00ff".into(),
+            until: 12,
+            until_hash: "ff".into(),
+            sums: sums.to_vec(),
+            blobs: sums.iter().map(|(index, sum)| (format!("block-{index}"), *sum)).collect(),
+        };
         let points: BTreeMap<_, _> =
             [("a.safetensors".to_owned(), point(8, &[])), ("b \t c".to_owned(), point(u64::MAX, &[(0, u64::MAX), (7, 0)]))]
                 .into();
@@ -262,9 +290,17 @@ mod tests {
             damaged[at] ^= 1;
             assert_eq!((read_resume(&damaged), read_resume(&bytes[..at])), (None, None), "byte {at}");
         }
-        for bad in
-            ["8 4\ta", "8 4 00", "x 4 00\ta", "8 4 00 1\ta", "8 4 00 1:\ta", "8 4 00 -1:2\ta", "99999999999999999999 4 00\ta"]
-        {
+        for bad in [
+            "8 4 00\ta",
+            "8 4 00 9 0",
+            "x 4 00 9 0\ta",
+            "8 4 00 9 0 1\ta",
+            "8 4 00 9 0 1:\ta",
+            "8 4 00 9 0 -1:2\ta",
+            "8 4 00 9 0 b=\ta",
+            "8 4 00 x 0\ta",
+            "99999999999999999999 4 00 9 0\ta",
+        ] {
             assert_eq!(read_resume(&seal(bad.as_bytes())), None, "{bad}");
         }
     }

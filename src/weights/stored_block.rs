@@ -54,6 +54,13 @@ pub fn unseal(blob: &[u8]) -> Option<&[u8]> {
     whole.then_some(content)
 }
 
+/// The sum that a blob's head carries; `None` for what is no blob. Whether it is the content's, [`unseal`] tells.
+#[must_use]
+pub fn head_sum(blob: &[u8]) -> Option<u64> {
+    let (_, rest) = blob.strip_prefix(MAGIC)?.split_first_chunk::<8>()?;
+    rest.first_chunk().map(|sum| u64::from_le_bytes(*sum))
+}
+
 /// Writes a blob.
 #[derive(Debug)]
 pub struct BlobWriter(Vec<u8>);
