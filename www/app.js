@@ -529,6 +529,7 @@ async function generate() {
       for (const panel of panels) if (panel.state.textContent === 'waiting') panel.end('not started');
       announce('Stopped');
     } else {
+      announce('No answer');
       showError($('generate-error'), error, 'The answer could not be generated.');
       if (error.code === 'DeviceLost' || error.code === 'Internal') await unload();
     }

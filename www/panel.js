@@ -82,6 +82,7 @@ export class Panel {
 
     this.text = document.createElement('div');
     this.text.className = 'text';
+    this.text.dir = 'auto';
     this.strip = new Strip(maxTokens);
     this.root.append(heading, stats, this.strip.root, this.text);
     this.root.setAttribute('aria-label', `Answer: ${title}`);

@@ -36,10 +36,10 @@ export interface Availability {
  * headers of its weights, but no weights. Does not reject for a model that cannot be had: `reason` says so.
  */
 export async function availability(source?: ModelSource, options: AvailabilityOptions = {}): Promise<Availability> {
-  const checked = loadRequest(source ?? 'any/model', options, 'availability');
+  const checked = loadRequest(source === undefined ? 'any/model' : source, options, 'availability');
   const call = source === undefined ? null : checked;
   const device = await describeDevice();
-  const wanted = options.backend ?? 'auto';
+  const wanted = checked.request.backend;
   const backend = backendOn(device, wanted);
   const software = wanted === 'auto' && device.adapter?.fallback ? 'The browser offers a GPU in software only, which is slower than the CPU itself.' : null;
   const found: Availability = {

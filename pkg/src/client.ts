@@ -11,6 +11,9 @@ import type { GenerateResult, LoadProgress, ModelInfo, Warning } from './types.j
 /** How long a worker may take to free the device before it is ended regardless. */
 const DISPOSE_MS = 3000;
 
+/** How long a worker's script may take to say that it runs. One that is a module, but not ours, never does. */
+const HELLO_MS = 30_000;
+
 /** How long a stopped load may take to note where it stopped; without that note, what it had stored still counts. */
 const STOP_MS = 2000;
 /**
@@ -52,12 +55,14 @@ export class Client {
   /** Why nothing more can be asked. */
   #ended: ForecallError | null = null;
   #nextId = 1;
+  readonly #silence: ReturnType<typeof setTimeout>;
 
   constructor(call: LoadCall) {
     const { workerUrl } = call;
     this.#call = call;
     this.#worker = spawn(workerUrl);
     this.#worker.onmessage = ({ data }: MessageEvent<Event>) => this.#hear(data);
+    this.#silence = setTimeout(() => this.#end(new ForecallError('Fetch', `the worker script${workerUrl === null ? '' : ` at ${workerUrl}`} did not start within ${HELLO_MS / 1000} seconds: it is slow to come, or not Forecall's. Pass the address of its worker.js as \`workerUrl\`.`)), HELLO_MS);
     // An error event without a message is a script that could not be fetched.
     this.#worker.onerror = (event) => {
       event.preventDefault();
@@ -158,8 +163,11 @@ export class Client {
     this.#worker.postMessage(command, transfer);
   }
 
-  #hear(event: Event): void {
-    switch (event.type) {
+  #hear(event: Event | null): void {
+    switch (event?.type) {
+      case 'hello':
+        clearTimeout(this.#silence);
+        break;
       case 'progress':
         this.#load?.listeners.onProgress?.(event.progress);
         break;
@@ -222,6 +230,7 @@ export class Client {
   }
 
   #settle(error: ForecallError): void {
+    clearTimeout(this.#silence);
     this.#load?.reject(error);
     this.#load = null;
     if (this.#running) this.#release(this.#running.id)?.sink.fail(error);

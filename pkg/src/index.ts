@@ -67,5 +67,5 @@ export async function load(source: ModelSource, options: LoadOptions = {}): Prom
   const call = loadRequest(source, options, 'load');
   if (call.signal?.aborted) throw new ForecallError('Aborted', 'loading was stopped by its signal before it began.', {}, { cause: call.signal.reason });
   const client = new Client(call);
-  return new Model(client, await client.load(options));
+  return new Model(client, await client.load(call.listeners));
 }

@@ -56,6 +56,8 @@ export type Command =
 
 /** Worker to page. */
 export type Event =
+  /** The script is ours, and runs. */
+  | { type: 'hello' }
   | { type: 'progress'; progress: LoadProgress }
   | { type: 'warning'; warning: Warning }
   | { type: 'loaded'; info: ModelInfo }

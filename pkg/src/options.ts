@@ -14,14 +14,44 @@ const QUANTIZE = ['q4', 'q8'] as const;
 const PRECISIONS = ['auto', 'f16', 'f32'] as const;
 const SCHEDULES = ['autoregressive', 'two-call', 'two-call-seed', 'packed', 'anchored', 'quadratic', 'quadratic-shared', 'block-diffusion'] as const;
 const DEFAULT_MAX_TOKENS = 256;
+/** Deepest nesting of a message or variable, and the longest list of tokens or messages: the first is the engine's limit too. */
+const MAX_DEPTH = 64;
+const MAX_LENGTH = 2 ** 24;
 
 function invalid(option: string, message: string): ForecallError {
   return new ForecallError('InvalidOption', message, { option });
 }
 
+/** What a caller's own objects throw as they are read (getters, revoked proxies, detached arrays) makes them a wrong option. */
+function reading<T>(option: string, read: () => T): T {
+  try {
+    return read();
+  } catch (thrown) {
+    if (isOurs(thrown)) throw thrown;
+    throw new ForecallError('InvalidOption', `${option.startsWith('the ') ? option : `the ${option}`} cannot be read: ${said(thrown)}.`, { option }, { cause: thrown });
+  }
+}
+
+function isOurs(thrown: unknown): boolean {
+  try {
+    return thrown instanceof ForecallError;
+  } catch {
+    return false; // a revoked proxy
+  }
+}
+
+/** What was thrown, in its own words. */
+function said(thrown: unknown): string {
+  try {
+    return String(thrown instanceof Error ? thrown.message : thrown).replace(/\.$/, '');
+  } catch {
+    return 'it gives no reason';
+  }
+}
+
 /** An option that would be ignored is refused instead. */
 function refuseUnknown(options: object, known: ReadonlySet<string>, where: string): void {
-  if (typeof options !== 'object' || options === null) throw invalid('options', `the options of ${where} must be an object, got ${String(options)}.`);
+  if (typeof options !== 'object' || options === null) throw invalid('options', `the options of ${where} must be an object, got ${show(options)}.`);
   for (const name of Object.keys(options)) {
     if (!known.has(name)) throw invalid(name, `${where} has no option "${name}". It takes: ${[...known].join(', ')}.`);
   }
@@ -38,7 +68,8 @@ function count(name: string, value: unknown): number {
 }
 
 function signalOf(value: unknown): AbortSignal | undefined {
-  if (value === undefined || (typeof AbortSignal !== 'undefined' && value instanceof AbortSignal)) return value;
+  // What only inherits from the class throws here already.
+  if (value === undefined || (typeof AbortSignal !== 'undefined' && value instanceof AbortSignal && typeof value.aborted === 'boolean')) return value;
   throw invalid('signal', `\`signal\` must be an AbortSignal, got ${show(value)}.`);
 }
 
@@ -83,7 +114,7 @@ function absolute(name: string, value: string | URL): URL {
   try {
     return new URL(value, base);
   } catch {
-    throw invalid(name, `${name} is no URL: ${show(String(value))}.`);
+    throw invalid(name, `${name} is no URL: ${show(value)}.`);
   }
 }
 
@@ -130,12 +161,18 @@ function sourceOf(name: string, value: unknown, landmark: string, hub: { revisio
   throw invalid(name, `${name} must be a repo id, the URL of a folder, or files, got ${show(value)}.`);
 }
 
+/** As a URL, `null` is a file called so, and an empty text the page itself: nobody means that. */
+function refuseEmpty(name: string, value: unknown): void {
+  if (value === '' || value === null || (typeof value !== 'string' && typeof value !== 'object')) throw invalid(name, `\`${name}\` must be a URL, got ${show(value)}.`);
+}
+
 function fileUrl(name: string, value: string | URL | undefined): string | null {
   if (value === undefined) return null;
+  refuseEmpty(name, value);
   try {
     return new URL(value, typeof document === 'undefined' ? undefined : document.baseURI).href;
   } catch {
-    throw invalid(name, `\`${name}\` is no URL: ${show(String(value))}.`);
+    throw invalid(name, `\`${name}\` is no URL: ${show(value)}.`);
   }
 }
 
@@ -146,11 +183,12 @@ function headersOf(value: unknown): Record<string, string> {
   try {
     return Object.fromEntries(new Headers(value as HeadersInit));
   } catch (cause) {
-    throw new ForecallError('InvalidOption', `\`headers\` must be an object of header names and texts: ${cause instanceof Error ? cause.message : String(cause)}.`, { option: 'headers' }, { cause });
+    throw new ForecallError('InvalidOption', `\`headers\` must be an object of header names and texts: ${said(cause)}.`, { option: 'headers' }, { cause });
   }
 }
 
 function hubUrlOf(value: string | URL): string {
+  refuseEmpty('hubUrl', value);
   const url = absolute('`hubUrl`', value);
   if (!/^https?:$/.test(url.protocol)) throw invalid('hubUrl', `\`hubUrl\` must be an http or https URL, got ${show(url.href)}.`);
   return url.href.replace(/\/$/, '');
@@ -162,21 +200,26 @@ export interface LoadCall {
   workerUrl: string | null;
   signal: AbortSignal | undefined;
   fetch: FetchFunction | undefined;
+  listeners: Pick<LoadOptions, 'onProgress' | 'onWarning'>;
 }
 
 /** Checks the arguments of `load` and `availability`. */
 export function loadRequest(source: ModelSource, options: LoadOptions, where: string): LoadCall {
+  return reading('options', () => readLoad(source, options, where));
+}
+
+function readLoad(source: ModelSource, options: LoadOptions, where: string): LoadCall {
   refuseUnknown(options, LOAD_OPTIONS, where);
-  const { adapter, revision, quantize, store, precision, contextLength, backend, headers, fetch } = options;
+  const { adapter, revision, quantize, store, precision, contextLength, backend, headers, fetch, onProgress, onWarning, hubUrl } = options;
   if (revision !== undefined && (typeof revision !== 'string' || revision === '')) throw invalid('revision', `\`revision\` must be a branch, tag or commit, got ${show(revision)}.`);
   if (store !== undefined && typeof store !== 'boolean') throw invalid('store', `\`store\` must be true or false, got ${show(store)}.`);
-  for (const [name, value] of Object.entries({ fetch, onProgress: options.onProgress, onWarning: options.onWarning })) {
+  for (const [name, value] of Object.entries({ fetch, onProgress, onWarning })) {
     if (value !== undefined && typeof value !== 'function') throw invalid(name, `\`${name}\` must be a function, got ${show(value)}.`);
   }
-  const hub = { revision: null, hubUrl: options.hubUrl === undefined ? null : hubUrlOf(options.hubUrl), headers: headersOf(headers) };
-  const base = sourceOf('the source', source, 'config.json', hub);
+  const hub = { revision: null, hubUrl: hubUrl === undefined ? null : hubUrlOf(hubUrl), headers: headersOf(headers) };
+  const base = reading('the source', () => sourceOf('the source', source, 'config.json', hub));
   if (base.kind === 'remote') base.revision = revision ?? null;
-  const drafter = adapter === undefined ? 'auto' : adapter === 'none' ? 'none' : sourceOf('the adapter', adapter, 'adapter_config.json', hub);
+  const drafter = adapter === undefined ? 'auto' : adapter === 'none' ? 'none' : reading('the adapter', () => sourceOf('the adapter', adapter, 'adapter_config.json', hub));
   keepHeadersHome(base, drafter);
   if (revision !== undefined && (base.kind === 'files' || ADDRESS.test(base.location))) throw invalid('revision', '`revision` is for repo ids: an address or a list of files has none.');
   return {
@@ -193,14 +236,21 @@ export function loadRequest(source: ModelSource, options: LoadOptions, where: st
     workerUrl: fileUrl('workerUrl', options.workerUrl),
     signal: signalOf(options.signal),
     fetch,
+    listeners: { onProgress, onWarning },
   };
+}
+
+/** A list is copied before the engine can count it: one that no context holds is refused before that. */
+function refuseLong(length: number, what: string): void {
+  if (length > MAX_LENGTH) throw invalid('prompt', `the prompt has ${length} ${what}: more than ${MAX_LENGTH} are not taken.`);
 }
 
 function promptOf(prompt: Prompt): GenerateRequest['prompt'] {
   if (typeof prompt === 'string') return { text: wellFormed(prompt) };
   if (Array.isArray(prompt)) {
+    refuseLong(prompt.length, 'messages');
     return {
-      messages: prompt.map((message: Message, i) => {
+      messages: [...(prompt as Message[])].map((message, i) => {
         if (typeof message?.role !== 'string' || typeof message.content !== 'string') throw invalid('prompt', `message ${i} must have a \`role\` and a \`content\`, both strings.`);
         return plainData(`message ${i}`, message, 'prompt') as Message;
       }),
@@ -212,6 +262,7 @@ function promptOf(prompt: Prompt): GenerateRequest['prompt'] {
     const got = tokens === undefined ? show(prompt) : `{tokens: ${show(tokens)}}`;
     throw invalid('prompt', `the prompt must be a string, a list of messages or {tokens}, a list or typed array of ids, got ${got}.`);
   }
+  refuseLong((tokens as { length: number }).length, 'tokens');
   const ids: unknown[] = [...(tokens as Iterable<unknown>)]; // a copy without holes
   ids.forEach((id, i) => {
     if (!Number.isSafeInteger(id) || (id as number) < 0 || (id as number) > 0xffff_ffff) throw invalid('prompt', `token ${i} must be an id from 0 on, got ${show(id)}.`);
@@ -230,10 +281,17 @@ function stopTexts(stop: GenerateOptions['stop']): string[] {
 
 /** A copy of what goes to the chat template: only what JSON holds gets there. */
 function plainData(name: string, value: object, option: string): unknown {
+  const copy = (held: unknown, depth: number): unknown => {
+    if (typeof held === 'string') return wellFormed(held);
+    if (typeof held !== 'object' || held === null) return held;
+    if (depth === MAX_DEPTH) throw new RangeError(`it is nested more than ${MAX_DEPTH} levels deep`);
+    if (Array.isArray(held)) return held.map((item) => copy(item, depth + 1));
+    return Object.fromEntries(Object.entries(held).map(([key, item]) => [wellFormed(key), copy(item, depth + 1)]));
+  };
   try {
-    return JSON.parse(JSON.stringify(value), (_, held: unknown) => (typeof held === 'string' ? wellFormed(held) : held)) as unknown;
+    return copy(JSON.parse(JSON.stringify(value)), 0);
   } catch (cause) {
-    throw new ForecallError('InvalidOption', `${name} must be plain data, as JSON has it: ${cause instanceof Error ? cause.message : String(cause)}.`, { option }, { cause });
+    throw new ForecallError('InvalidOption', `${name} must be plain data, as JSON has it: ${said(cause)}.`, { option }, { cause });
   }
 }
 
@@ -252,13 +310,17 @@ function variablesOf(value: unknown, chat: boolean): Record<string, unknown> {
 
 /** Checks the arguments of `generate`. */
 export function generateRequest(prompt: Prompt, options: GenerateOptions): { request: GenerateRequest; signal: AbortSignal | undefined } {
+  return reading('options', () => readGenerate(prompt, options));
+}
+
+function readGenerate(prompt: Prompt, options: GenerateOptions): { request: GenerateRequest; signal: AbortSignal | undefined } {
   refuseUnknown(options, GENERATE_OPTIONS, 'generate');
   const { maxTokens, schedule, verifyWidth, draftWidth, anchors, blockLength, threshold, steps, ignoreEos } = options;
   if (threshold !== undefined && !(typeof threshold === 'number' && threshold >= 0 && Number.isFinite(threshold))) throw invalid('threshold', `\`threshold\` must be a probability from 0 on, got ${show(threshold)}.`);
   if (ignoreEos !== undefined && typeof ignoreEos !== 'boolean') throw invalid('ignoreEos', `\`ignoreEos\` must be true or false, got ${show(ignoreEos)}.`);
   const { cachePrompt } = options;
   if (cachePrompt !== undefined && typeof cachePrompt !== 'boolean') throw invalid('cachePrompt', `\`cachePrompt\` must be true or false, got ${show(cachePrompt)}.`);
-  const asked = promptOf(prompt);
+  const asked = reading('prompt', () => promptOf(prompt));
   return {
     request: {
       prompt: asked,

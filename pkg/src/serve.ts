@@ -36,7 +36,7 @@ export function serve(scope: WorkerScope, start: (wasmUrl: string | null) => Pro
 
   const post = (event: Event): void => scope.postMessage(event);
   /** A lost device explains whatever failed after it. */
-  const explain = (thrown: unknown) => (lost === null ? toErrorData(thrown) : toErrorData(new ForecallError('DeviceLost', `the GPU device was lost: ${lost || 'the browser gives no reason'}. Load the model again.`)));
+  const explain = (thrown: unknown) => (lost === null ? toErrorData(thrown) : toErrorData(new ForecallError('DeviceLost', `the GPU device was lost: ${lost.replace(/[.\s]+$/, '') || 'the browser gives no reason'}. Load the model again.`)));
   const fatal = (thrown: unknown): void => post({ type: 'fatal', error: explain(thrown) });
 
   // A panic in wasm traps, and its promise then never settles: the page must hear of it all the same.
@@ -152,8 +152,9 @@ export function serve(scope: WorkerScope, start: (wasmUrl: string | null) => Pro
     model = null;
   };
 
-  scope.addEventListener('message', ({ data }) => {
-    switch (data.type) {
+  scope.addEventListener('message', ({ data }: { data: Command | null }) => {
+    // Others may speak to a worker too, an extension or a bundler's client say.
+    switch (data?.type) {
       case 'load':
         load(data.request, data.port, stop.signal).catch((thrown: unknown) => post({ type: 'load-failed', error: explain(thrown) }));
         break;
@@ -174,6 +175,8 @@ export function serve(scope: WorkerScope, start: (wasmUrl: string | null) => Pro
         break;
     }
   });
+
+  post({ type: 'hello' });
 }
 
 /** Milliseconds since the last look. */

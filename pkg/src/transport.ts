@@ -98,6 +98,13 @@ function ownHeaders(headersJson: string): string {
 type Asked = { call: number; url: string; headersJson: string } | { call: number; next: number } | { cancel: number };
 type Answered = { call: number; response: { id: number; status: number; headersJson: string } } | { call: number; piece: Uint8Array | undefined } | { call: number; error: { name: string; message: string } };
 
+/** A copy, to be given away: the page may still read its own buffer. A page's own `fetch` may hand out any kind of bytes. */
+function ownBytes(piece: unknown): Uint8Array<ArrayBuffer> {
+  if (ArrayBuffer.isView(piece)) return new Uint8Array(new Uint8Array(piece.buffer, piece.byteOffset, piece.byteLength));
+  if (piece instanceof ArrayBuffer) return new Uint8Array(piece.slice(0));
+  throw new TypeError('the body that `fetch` answered with holds something that is no bytes');
+}
+
 /** The page's end: answers what {@link remoteGetter} asks, by `get`. */
 export function answerGets(port: MessagePort, get: Get): void {
   const responses = new Map<number, EngineResponse>();
@@ -115,16 +122,15 @@ export function answerGets(port: MessagePort, get: Get): void {
       } else {
         const piece = await responses.get(asked.next)?.next();
         if (piece === undefined) responses.delete(asked.next);
-        // A copy where the piece is a part of a buffer that others may still read.
-        const own = piece && (piece.byteLength === piece.buffer.byteLength ? piece : piece.slice());
-        if (own) transfer.push(own.buffer as ArrayBuffer);
+        const own = piece && ownBytes(piece);
+        if (own) transfer.push(own.buffer);
         answered = { call, piece: own };
       }
+      port.postMessage(answered, transfer);
     } catch (thrown) {
       const { name, message } = thrown instanceof Error ? thrown : new Error(String(thrown));
-      answered = { call, error: { name, message } };
+      port.postMessage({ call, error: { name: String(name), message: String(message) } } satisfies Answered);
     }
-    port.postMessage(answered, transfer);
   };
   port.onmessage = ({ data }: MessageEvent<Asked>) => {
     if (!('cancel' in data)) return void answer(data);

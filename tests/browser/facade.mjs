@@ -179,6 +179,9 @@ test('façade: a lost device and a refused prompt are typed; the refused one lea
 test('façade: options that are unknown or wrong are refused by name', async () => {
   const outcomes = await inPage(async ({ load, caught, availability, storage }) => {
     const model = await load();
+    const nested = (depth) => (depth === 0 ? 1 : [nested(depth - 1)]);
+    const chat = [{ role: 'user', content: 'x' }];
+    await model.generate(chat, { maxTokens: 1, templateVariables: { deep: nested(63) } }).result;
     const tries = {
       temperature: model.generate('x', { temperature: 0.5 }).result,
       maxTokens: model.generate('x', { maxTokens: 0 }).result,
@@ -229,7 +232,34 @@ test('façade: options that are unknown or wrong are refused by name', async () 
       'what 1': storage.delete(undefined),
       'what 2': storage.delete(null),
     };
-    for (const [name, attempt] of Object.entries(more)) tries[name] = attempt;
+    // What throws as it is read, or is too much to be read.
+    const { proxy, revoke } = Proxy.revocable({}, {});
+    revoke();
+    const mine = (name) => Object.defineProperty({}, name, { enumerable: true, get: () => { throw new RangeError('mine'); } });
+    const detached = Uint32Array.of(1);
+    structuredClone(detached, { transfer: [detached.buffer] });
+    const hostile = {
+      'options 1': model.generate('x', mine('maxTokens')).result,
+      'options 2': model.generate('x', proxy).result,
+      'options 3': availability(undefined, mine('store')),
+      'options 4': availability(undefined, proxy),
+      'options 5': model.generate('x', { maxTokens: 1, signal: Object.create(AbortSignal.prototype) }).result,
+      'prompt 7': model.generate({ tokens: detached }).result,
+      'prompt 8': model.generate(proxy).result,
+      'prompt 9': model.generate({ tokens: Array(2 ** 24 + 1) }).result,
+      'prompt 0': model.generate([{ ...chat[0], deep: nested(64) }]).result,
+      'templateVariables 5': model.generate(chat, { templateVariables: { deep: nested(64) } }).result,
+      'the source 2': availability(null),
+      'the source 3': load({}, proxy),
+      'the source 4': load({}, Object.create(null)),
+      'hubUrl 2': load({ hubUrl: '' }),
+      'hubUrl 3': load({ hubUrl: null }),
+      'workerUrl 1': load({ workerUrl: '' }),
+      'workerUrl 2': load({ workerUrl: null }),
+      'wasmUrl 1': load({ wasmUrl: '' }),
+      'wasmUrl 2': load({ wasmUrl: Object.create(null) }),
+    };
+    for (const [name, attempt] of Object.entries({ ...more, ...hostile })) tries[name] = attempt;
     const outcomes = {};
     for (const [name, attempt] of Object.entries(tries)) outcomes[name] = await caught(attempt);
     return outcomes;
@@ -255,12 +285,12 @@ test('façade: halves of surrogate pairs arrive as U+FFFD, and headers in every 
     for (const headers of forms) models.push(await load({ headers }));
     const headers = sent.splice(0).map(({ source }) => source.headers);
     await models[0].generate('a\ud83d', { maxTokens: 1 }).result;
-    await models[0].generate([{ role: 'user\udc0b', content: '\ud83d\udc0b\udc0b', name: ['\ud83d'] }], { maxTokens: 1, templateVariables: { a: '\ud83d!' } }).result;
+    await models[0].generate([{ role: 'user\udc0b', content: '\ud83d\udc0b\udc0b', name: ['\ud83d'], 'k\ud83d': 1 }], { maxTokens: 1, templateVariables: { a: '\ud83d!' } }).result;
     return { sent, headers };
   });
   assert.deepEqual(headers, Array(3).fill({ 'x-one': 'a' }));
   assert.deepEqual(sent[0].prompt, { text: 'a\ufffd' });
-  assert.deepEqual(sent[1].prompt, { messages: [{ role: 'user\ufffd', content: '🐋\ufffd', name: ['\ufffd'] }] });
+  assert.deepEqual(sent[1].prompt, { messages: [{ role: 'user\ufffd', content: '🐋\ufffd', name: ['\ufffd'], 'k\ufffd': 1 }] });
   assert.deepEqual(sent[1].templateVariables, { a: '\ufffd!' });
 });
 
@@ -460,6 +490,38 @@ test('façade: the page\'s own fetch is used, piece by piece, and stops with the
   expectError(hungUp, 'Internal', /the proxy hung up/); // the double does not try again, and has no words for it
   expectError(stopped, 'Aborted', /signal/);
   assert.equal(silenced, true, 'the page goes on fetching');
+});
+
+test('façade: any bytes from the page\'s own fetch are taken, its buffers stay its own, and what is no bytes fails', async () => {
+  const { types, kept, failed, status } = await inPage(async ({ load, caught, tiny }) => {
+    const whole = new Uint8Array(await (await fetch(`${tiny}model.safetensors`)).arrayBuffer());
+    const answer = (piece) => ({ status: 200, headers: new Headers({ 'content-length': String(whole.byteLength) }), body: new ReadableStream({ start: (out) => (out.enqueue(piece), out.close()) }) });
+    const given = (piece) => load({ store: false, fetch: async (url, init) => (url.endsWith('/tiny-llama-tied/model.safetensors') ? answer(piece) : fetch(url, init)) });
+    const types = [];
+    for (const piece of [whole, new DataView(whole.buffer), whole.buffer]) types.push((await given(piece)).info.modelType);
+    const status = await caught(load({ store: false, fetch: async () => ({ ...answer(whole), headers: new Headers(), status: () => 200 }) }));
+    return { types, kept: whole.byteLength, failed: await caught(given('a text')), status };
+  });
+  assert.deepEqual(types, ['llama', 'llama', 'llama']);
+  assert.ok(kept > 0, 'the page\'s buffer was taken from it');
+  expectError(failed, 'Internal', /no bytes/); // the double has no words for it
+  assert.ok(status.error?.isOurs, JSON.stringify(status));
+});
+
+test('façade: a worker hears only its page\'s commands, and a script that is no worker of ours is not waited for', async () => {
+  const { model, silent } = await inPage(async ({ load, caught }) => {
+    const post = Worker.prototype.postMessage;
+    Worker.prototype.postMessage = function (...message) {
+      for (const foreign of [null, 7, 'load', { type: 'webpackOk' }]) post.call(this, foreign);
+      return post.apply(this, message);
+    };
+    const model = (await load()).info.modelType;
+    const later = globalThis.setTimeout;
+    globalThis.setTimeout = (work, ms) => later(work, ms === 30_000 ? 300 : ms);
+    return { model, silent: await caught(load({ workerUrl: '/tests/browser/no-fallback.js' })) };
+  });
+  assert.equal(model, 'llama');
+  expectError(silent, 'Fetch', /no-fallback\.js did not start.*workerUrl/);
 });
 
 for (const [where, worker] of [['the origin private file system', 'worker.js'], ['the cache', 'no-files-worker.js']]) {

@@ -385,6 +385,7 @@ test('page: a model that is not there, a panic, a lost device, a refused prompt'
     await broken.waitForSelector('#generate-error:not([hidden])');
     await broken.waitForFunction(() => document.getElementById('generate').textContent === 'Generate');
     assert.match(await broken.textContent('#generate-error'), about);
+    assert.doesNotMatch(await broken.textContent('#status'), /Generating/);
     assert.equal(await broken.isEnabled('#generate'), usable, prompt);
     if (prompt === 'panic please') {
       await shoot(broken, 'desktop-8-panic');
