@@ -572,6 +572,34 @@ fn a_download_that_was_stopped_goes_on_at_its_byte() {
 }
 
 #[test]
+fn a_file_whose_versions_cannot_be_told_apart_starts_anew() {
+    for tag in [false, true] {
+        let other = Arc::new(AtomicBool::new(false));
+        let seen = Arc::clone(&other);
+        let (mut changed, listing) = (BIG.clone(), listing(&BIG, "c0ffee"));
+        let mut weights = bytes(&changed[WEIGHTS]).to_vec();
+        // In the first tensors, which are stored by then.
+        let header = u64::from_le_bytes(weights[..8].try_into().unwrap()) as usize;
+        let place = 8 + header + 1000;
+        weights[place..place + 4000].reverse();
+        changed.insert(WEIGHTS.into(), Content::from(weights.as_slice()));
+        let after = from_folder(&changed, None);
+        let server = Server::start(move |request| {
+            let files = if seen.load(Ordering::SeqCst) { &changed } else { &*BIG };
+            let reply = serve(files, "c0ffee", &listing, request);
+            if tag { reply } else { reply.without("etag") }
+        });
+        let store = Scratch::new();
+        stopped_at(url(&server, Some(&store)), 30 << 20);
+        assert!(!store.blocks().is_empty());
+        other.store(true, Ordering::SeqCst);
+        let logits = load(url(&server, Some(&store)), None).unwrap().logits;
+        // Control: with one and the same tag for both, old and new are mixed.
+        assert_eq!(logits == after, !tag);
+    }
+}
+
+#[test]
 fn a_resumed_download_is_still_held_to_its_hash() {
     // The second half is damaged; the first half was fetched from a good server.
     let store = Scratch::new();

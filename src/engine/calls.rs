@@ -94,8 +94,8 @@ fn finite(choices: Vec<Choice>) -> Result<Vec<Choice>> {
     match choices.iter().position(|choice| !choice.probability.is_finite()) {
         None => Ok(choices),
         Some(row) => Err(Error::BadWeights(format!(
-            "the model's logits are not finite (those of row {} of the {} that a call chose from): its weights are damaged, or they \
-             overflow",
+            "the model's logits are not finite (those of row {} of the {} that a call chose from): its weights, or those of \
+             its draft adapter, are damaged, or they overflow. Without the adapter (`adapter: none`) the former alone count",
             row + 1,
             choices.len()
         ))),

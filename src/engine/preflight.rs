@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-use super::load::{self, LoadOptions, Offer, kept_as};
+use super::load::{self, Backend, LoadOptions, Offer, kept_as};
 use super::{Model, Sources};
 use crate::error::{Error, Result};
 use crate::gpu::footprint::{self, Limits};
@@ -62,7 +62,11 @@ impl Model {
         let checkpoint = load_checkpoint(sources, &kept_as(options)).await?;
         let context = load::context_length(&checkpoint, options.context_length)?;
         let half = load::half_cache(&checkpoint, options.precision);
-        let kv_bytes = if half { 2 } else { 4 };
+        let kv_bytes = match (options.backend, half) {
+            (Backend::Reference, _) => 8,
+            (_, true) => 2,
+            (_, false) => 4,
+        };
         let (limits, backend_reason, missing) = match offered.gpu.taken(options.backend) {
             Ok((limits, why)) => (limits, why, None),
             // What it would take is worth knowing all the same.
@@ -113,7 +117,11 @@ impl Model {
             "fits": refusal.is_none(),
             "reason": reason,
             "limit": limit,
-            "backend": if on_gpu { "webgpu" } else { "cpu" },
+            "backend": match (on_gpu, options.backend) {
+                (true, _) => "webgpu",
+                (false, Backend::Reference) => "reference",
+                (false, _) => "cpu",
+            },
             "backend_reason": backend_reason,
             "context_length": context,
             "download": {

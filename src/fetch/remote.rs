@@ -540,7 +540,15 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
     /// Whether a blob counts as made of `file`: it was verified with it, or will be if its resume point is gone on from.
     fn counts(&self, file: &str, blob: &str) -> bool {
         let point = self.entry.as_ref().and_then(|entry| entry.resume.get(file));
-        !self.is_listed(file) || self.verified_sum(file, blob).is_some() || point.is_some_and(|p| p.blobs.contains_key(blob))
+        let unlisted = !self.is_listed(file) && self.is_told_apart(file);
+        unlisted || self.verified_sum(file, blob).is_some() || point.is_some_and(|p| p.blobs.contains_key(blob))
+    }
+
+    /// Whether another version of a file would be noticed, or all of this one is here: if not, halves of two versions could
+    /// pass for one file.
+    fn is_told_apart(&self, file: &str) -> bool {
+        let known = self.entry.as_ref().and_then(|entry| entry.manifest.weights.get(file));
+        self.is_listed(file) || known.is_some_and(|known| known.version.is_some() || known.verified)
     }
 
     /// [`RemoteSource::plan`], if all resume points are gone on from.
@@ -577,9 +585,9 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
             }
         }
         for (file, shelf) in &mut files {
-            let entry = self.entry.as_ref();
+            let (entry, told_apart) = (self.entry.as_ref(), self.is_told_apart(file));
             for (index, last) in needs.remove(file.as_str()).unwrap_or_default() {
-                let raw = entry.is_some_and(|entry| entry.present.contains(&shelf.name(index)));
+                let raw = told_apart && entry.is_some_and(|entry| entry.present.contains(&shelf.name(index)));
                 shelf.blocks.push(Needed { index, last: last as usize, raw, open: false, sum: None });
             }
             let missing = shelf.missing;

@@ -7,7 +7,8 @@
 //! them out before anything else sees the text.
 //!
 //! The prompt's text is the same with marks and without, always. A template may look for a token in messages
-//! (`content.split('</think>')`); where marking one changes the text, that one is left as the template has it.
+//! (`content.split('</think>')`), measure or cut them; where marking one changes the text, that one is left as the template has
+//! it. Template variables are not marked, and what a template makes of messages (`content|lower`) is its own.
 
 use serde_json::Value as Json;
 
