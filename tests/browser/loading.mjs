@@ -162,7 +162,7 @@ test('loading: a stopped download goes on at its byte; so does one whose page wa
     // By what is stored, not by what was sent, which may lie in buffers; a block more than one, so that the first one's place
     // is written down.
     const [entry] = stopped.stored;
-    await untilStored(page, entry.bytes + 4_500_000, () => early);
+    await untilStored(page, entry.bytes + 2_800_000, () => early);
     await closing.close();
     await pending;
     const second = server.log.slice(since).filter(({ file }) => file === WEIGHTS);
@@ -188,19 +188,21 @@ test('loading: a file with all scales behind all weights whose page was closed g
     server.behave(() => ({ slow: 1 }));
     const closing = await tab(page);
     let early = null;
-    const pending = load(closing, REPO, options).then((outcome) => (early = outcome), () => null);
+    // In the groups that it has: asking for others would be answered by a warning.
+    const { quantize, ...plain } = options;
+    const pending = load(closing, REPO, plain).then((outcome) => (early = outcome), () => null);
     // No step ends before the last of the file: what is stored is what came.
     await untilStored(page, 36 << 20, () => early);
     await closing.close();
     await pending;
-    const partly = await look(page, REPO, options);
+    const partly = await look(page, REPO, plain);
     assert.ok(partly.download.stored >= 36 << 20 && partly.download.bytes <= size - (36 << 20), JSON.stringify(partly.download));
     const listed = await page.evaluate(async () => (await import('/pkg/dist/index.js')).storage.list());
     assert.ok(listed.length === 1 && !listed[0].complete && listed[0].bytes >= 36 << 20, JSON.stringify(listed));
 
     server.behave();
     const last = server.log.length;
-    const resumed = await load(await tab(page), REPO, options);
+    const resumed = await load(await tab(page), REPO, plain);
     expectLoaded(resumed);
     assert.deepEqual(codes(resumed), []);
     const downloads = resumed.progress.filter(({ phase }) => phase === 'download');
@@ -218,9 +220,9 @@ test('loading: a file with all scales behind all weights whose page was closed g
     assert.deepEqual(raw, []);
     assert.ok(resumed.stored[0].complete && resumed.stored[0].bytes < size * 1.1, JSON.stringify(resumed.stored));
     // The same text as from a load that was never interrupted.
-    expectLoaded(await load(page, REPO, { ...options, store: false }), resumed);
+    expectLoaded(await load(page, REPO, { ...plain, store: false }), resumed);
     await server.stop();
-    expectLoaded(await load(page, REPO, options), resumed);
+    expectLoaded(await load(page, REPO, plain), resumed);
     await server.start();
   }, { folders: { [REPO]: SORTED } });
 }, { seconds: 180 });
@@ -330,13 +332,14 @@ test('loading: answers that are not the file are refused, by what they are, and 
   await withServer(async ({ server, page, options }) => {
     const address = `${server.url}/${REPO}/`;
     const weights = (manner) => (asked) => (asked.file === WEIGHTS ? manner(asked) : null);
+    // The first request asks for the header only.
     let nth = 0;
     const cases = [
       [weights(() => ({ html: true })), 'Fetch', /web page/],
       [({ file }) => (file === 'config.json' ? { html: true } : null), 'Fetch', /config\.json.*web page/s],
-      [weights(() => ({ ranges: 'wrong', cut: nth++ === 0 ? 9_000_000 : undefined })), 'Fetch', /ranges are broken/],
-      [weights(() => (nth++ === 0 ? { cut: 9_000_000 } : { etag: '"2"' })), 'Fetch', /changed on the server/],
-      [weights(() => (nth++ === 0 ? { cut: 9_000_000 } : { size: 7 })), 'Fetch', /changed|has 7|bytes/],
+      [weights(() => ({ ranges: 'wrong', cut: nth++ < 2 ? 9_000_000 : undefined })), 'Fetch', /ranges are broken/],
+      [weights(() => (nth++ < 2 ? { cut: 9_000_000 } : { etag: '"2"' })), 'Fetch', /changed on the server/],
+      [weights(() => (nth++ < 2 ? { cut: 9_000_000 } : { size: 7 })), 'Fetch', /changed|has 7|bytes/],
       [weights(() => ({ size: MIDDLE[WEIGHTS].size - 1_000_000, whole: true })), 'BadWeights', /model\.safetensors: tensor `model\.layers\.4\.[^`]+` lies at bytes \d+ to \d+ of the data, of which the file has \d+; it is cut short/],
       [() => ({ status: 401 }), 'Fetch', /permission/],
       [() => ({ status: 404 }), 'Fetch', /no config\.json/],
