@@ -539,9 +539,9 @@ impl<T: Transport, B: BlobStore> RemoteSource<T, B> {
 
     /// Whether a blob counts as made of `file`: it was verified with it, or will be if its resume point is gone on from.
     fn counts(&self, file: &str, blob: &str) -> bool {
-        let point = self.entry.as_ref().and_then(|entry| entry.resume.get(file));
-        let unlisted = !self.is_listed(file) && self.is_told_apart(file);
-        unlisted || self.verified_sum(file, blob).is_some() || point.is_some_and(|p| p.blobs.contains_key(blob))
+        let point = || self.entry.as_ref().and_then(|entry| entry.resume.get(file));
+        let built = || !self.is_listed(file) || point().is_some_and(|point| point.blobs.contains_key(blob));
+        self.verified_sum(file, blob).is_some() || (self.is_told_apart(file) && built())
     }
 
     /// Whether another version of a file would be noticed, or all of this one is here: if not, halves of two versions could
