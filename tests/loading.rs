@@ -1571,9 +1571,8 @@ fn preflight_says_what_it_would_take_and_reads_no_weight() {
     assert_eq!(ask(Some(Quantize::Q4), None, Some(&store))["download"]["bytes"], data_bytes());
 }
 
-#[test]
-fn three_billion_parameters_fit_the_limits_that_every_device_has() {
-    let shape = Shape::nemotron_3b();
+/// A server of a checkpoint that is a config and a header, before as many zeros as the weights have bytes; the file's size.
+fn described(shape: &Shape) -> (Server, u64) {
     let (header, size) = shape.header(|_| true);
     let config = Content::from(shape.config.to_string().as_bytes());
     let weights = Content::Padded(Arc::new(header), size);
@@ -1582,6 +1581,13 @@ fn three_billion_parameters_fit_the_limits_that_every_device_has() {
         "/m/model.safetensors" => Reply::ranged(request, &weights, "\"1\""),
         _ => Reply::status(404),
     });
+    (server, size)
+}
+
+#[test]
+fn three_billion_parameters_fit_the_limits_that_every_device_has() {
+    let shape = Shape::nemotron_3b();
+    let (server, size) = described(&shape);
     let ask = |limits, context| {
         let options = LoadOptions {
             backend: Backend::Gpu,
@@ -1615,14 +1621,7 @@ fn preflight_says_on_what_loading_would_run() {
     wide_heads.config["num_attention_heads"] = json!(2);
     wide_heads.config["num_key_value_heads"] = json!(1);
     for (shape, fits_gpu) in [(Shape::llama(256, 1, 256, 300), true), (wide_heads, false)] {
-        let (header, size) = shape.header(|_| true);
-        let config = Content::from(shape.config.to_string().as_bytes());
-        let weights = Content::Padded(Arc::new(header), size);
-        let server = Server::start(move |request| match request.path.as_str() {
-            "/m/config.json" => Reply::whole(&config),
-            "/m/model.safetensors" => Reply::ranged(request, &weights, "\"1\""),
-            _ => Reply::status(404),
-        });
+        let (server, _) = described(&shape);
         let ask = |backend, gpu| {
             let options = LoadOptions { backend, context_length: Some(256), ..LoadOptions::default() };
             block_on(Model::preflight(&mut url(&server, None), &options, Offered { gpu, quota_left: None })).unwrap()
