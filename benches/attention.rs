@@ -9,7 +9,7 @@
 #[path = "../tests/matmul_gpu/device.rs"]
 mod device;
 
-use device::{Prepared, Random, Rig, cpu_seconds};
+use device::{Prepared, Random, Rig};
 use forecall::gpu::attention::{Attention, part_bytes};
 use forecall::gpu::footprint::Limits;
 use forecall::gpu::matmul::DeviceClass;
@@ -152,12 +152,7 @@ fn bench(rig: &Rig, shape: &Shape, options: &Options) {
     }
     for _ in 0..options.rounds {
         for case in &mut cases {
-            let before = cpu_seconds();
-            let mut time = rig.run(&case.prepared, case.times);
-            if let (true, Some(before), Some(after)) = (options.cpu_time, before, cpu_seconds()) {
-                time = after - before;
-            }
-            case.best = case.best.min(time / case.times as f64);
+            case.best = case.best.min(rig.seconds(&case.prepared, case.times, options.cpu_time));
         }
     }
     println!("\n{}: {} query heads, {} key heads of {}, {kv:?}", shape.name, shape.query, shape.key_value, shape.dim);

@@ -8,7 +8,7 @@
 #[path = "../tests/matmul_gpu/device.rs"]
 mod device;
 
-use device::{Prepared, Random, Rig, cpu_seconds, matrix};
+use device::{Prepared, Random, Rig, matrix};
 use forecall::gpu::matmul::{self, Binding, DeviceClass, OutputKind, Params, Tile, Variant};
 use forecall::model::program::{Arrangement, LoraB, MatrixId};
 use forecall::weights::packed::{Format, ScaleFormat};
@@ -186,12 +186,7 @@ fn bench(rig: &mut Rig, shape: &Shape, options: &Options) {
     }
     for _ in 0..options.rounds {
         for case in &mut cases {
-            let before = cpu_seconds();
-            let mut time = rig.run(&case.prepared, case.times);
-            if let (true, Some(before), Some(after)) = (options.cpu_time, before, cpu_seconds()) {
-                time = after - before;
-            }
-            case.best = case.best.min(time / case.times as f64);
+            case.best = case.best.min(rig.seconds(&case.prepared, case.times, options.cpu_time));
         }
     }
     let one_row = cases.iter().filter(|c| c.rows == 1).map(|c| c.best).fold(f64::INFINITY, f64::min);

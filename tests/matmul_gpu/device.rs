@@ -151,6 +151,15 @@ impl Rig {
         Prepared { pipeline, group, grid: variant.tile.grid(rows, params.n) }
     }
 
+    /// Seconds that a run of `prepared` takes, of `times` in a row; of processor time, if that is asked for and told.
+    #[allow(dead_code, reason = "only benchmarks take time")]
+    pub fn seconds(&self, prepared: &Prepared, times: usize, cpu_time: bool) -> f64 {
+        let before = cpu_seconds();
+        let passed = self.run(prepared, times);
+        let worked = before.zip(cpu_seconds()).filter(|_| cpu_time).map(|(before, after)| after - before);
+        worked.unwrap_or(passed) / times as f64
+    }
+
     /// Runs `prepared` `times` times and waits; seconds from submit to done.
     pub fn run(&self, prepared: &Prepared, times: usize) -> f64 {
         let mut encoder = self.device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
@@ -191,7 +200,7 @@ impl Rig {
 /// Seconds that this process's threads have run, where the system says (Linux): on a software adapter the work itself,
 /// whoever else keeps the machine busy.
 #[allow(dead_code, reason = "only benchmarks take time")]
-pub fn cpu_seconds() -> Option<f64> {
+fn cpu_seconds() -> Option<f64> {
     let mut total = 0.0;
     for task in std::fs::read_dir("/proc/self/task").ok()? {
         let text = std::fs::read_to_string(task.ok()?.path().join("schedstat")).ok()?;
