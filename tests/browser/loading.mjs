@@ -10,7 +10,7 @@ import { blankPage, record, ROOT, site, test } from './harness.mjs';
 const REPO = 'someone/made-up';
 const MIDDLE = madeUpCheckpoint({ hidden: 512, ffn: 2048, heads: 8, kvHeads: 2, layers: 5, vocab: 4096 });
 const BIG = madeUpCheckpoint({ hidden: 2048, ffn: 8192, heads: 32, kvHeads: 8, layers: 2, vocab: 16_384 });
-const SORTED = madeUpCheckpoint({ hidden: 1024, ffn: 4096, heads: 16, kvHeads: 4, layers: 4, vocab: 8192, sorted: true });
+const SORTED = madeUpCheckpoint({ hidden: 1024, ffn: 4096, heads: 16, kvHeads: 4, layers: 6, vocab: 8192, sorted: true });
 const WEIGHTS = 'model.safetensors';
 /** Bytes read beyond what is needed: a stream is stopped by closing it, and some is on its way then. */
 const OVERRUN = 12 << 20;
@@ -185,20 +185,22 @@ test('loading: a stopped download goes on at its byte; so does one whose page wa
 test('loading: a file with all scales behind all weights whose page was closed goes on where it was', async () => {
   await withServer(async ({ server, page, options }) => {
     const size = SORTED[WEIGHTS].size;
-    server.behave(() => ({ slow: 1 }));
+    server.behave(() => ({ slow: 2 }));
     const closing = await tab(page);
     let early = null;
     // In the groups that it has: asking for others would be answered by a warning.
     const { quantize, ...plain } = options;
     const pending = load(closing, REPO, plain).then((outcome) => (early = outcome), () => null);
-    // No step ends before the last of the file: what is stored is what came.
-    await untilStored(page, 36 << 20, () => early);
+    // No step ends before the last of the file: what is stored is what came. A few blocks more than what is to count, because
+    // what is stored counts once its place is written down, and a page may be closed between the one and the other.
+    const counted = 36 << 20;
+    await untilStored(page, counted + (12 << 20), () => early);
     await closing.close();
     await pending;
     const partly = await look(page, REPO, plain);
-    assert.ok(partly.download.stored >= 36 << 20 && partly.download.bytes <= size - (36 << 20), JSON.stringify(partly.download));
+    assert.ok(partly.download.stored >= counted && partly.download.bytes <= size - counted, JSON.stringify(partly.download));
     const listed = await page.evaluate(async () => (await import('/pkg/dist/index.js')).storage.list());
-    assert.ok(listed.length === 1 && !listed[0].complete && listed[0].bytes >= 36 << 20, JSON.stringify(listed));
+    assert.ok(listed.length === 1 && !listed[0].complete && listed[0].bytes >= counted, JSON.stringify(listed));
 
     server.behave();
     const last = server.log.length;
@@ -210,7 +212,7 @@ test('loading: a file with all scales behind all weights whose page was closed g
     const again = server.weightBytes(last);
     assert.ok(again <= partly.download.bytes + (1 << 20), `${again} bytes were sent; ${partly.download.bytes} were announced`);
     // The control is the size of the file: from near its start all of it would have come again.
-    assert.ok(server.weightBytes() < size + (20 << 20) + OVERRUN, `${server.weightBytes()} bytes were sent in all of a file of ${size}`);
+    assert.ok(server.weightBytes() < size + (32 << 20) + OVERRUN, `${server.weightBytes()} bytes were sent in all of a file of ${size}`);
     const raw = await page.evaluate(async () => {
       const root = await (await navigator.storage.getDirectory()).getDirectoryHandle('forecall');
       const names = [];
